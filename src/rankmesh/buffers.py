@@ -1,0 +1,109 @@
+"""Views of a caller's memory, and a pool of buffers of our own.
+
+A view here is always a flat memoryview of bytes over memory that stays where it is: no copy is made of what a caller
+passes, and what cannot be viewed that way is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from rankmesh.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+else:
+    Buffer: TypeAlias = Any
+
+EMPTY = memoryview(b"")
+
+
+def readable(data: Any) -> memoryview:
+    """The bytes of `data`, where they lie. Raises UsageError for what is not contiguous CPU memory."""
+    try:
+        view = memoryview(data)
+    except TypeError:
+        view = memoryview(_foreign(data))
+    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
+        return view
+    if not view.c_contiguous:
+        raise UsageError(
+            f"{_name(data)} of shape {view.shape} and strides {view.strides} is not contiguous. "
+            "Pass numpy.ascontiguousarray(x), which copies it."
+        )
+    if view.nbytes == 0:
+        return EMPTY
+    try:
+        return view.cast("B")
+    except (TypeError, ValueError):
+        # formats memoryview cannot cast (half floats with ml_dtypes, structured and datetime arrays)
+        return memoryview(np.asarray(data).reshape(-1).view(np.uint8))
+
+
+def writable(out: Any) -> memoryview:
+    """Like `readable`, for memory that will be written to."""
+    view = readable(out)
+    if view.readonly and view.nbytes:
+        raise UsageError(f"{_name(out)} is read-only and cannot be received into. Pass a writable array or bytearray.")
+    return view
+
+
+def _name(data: Any) -> str:
+    return f"this {type(data).__module__}.{type(data).__qualname__}".replace("builtins.", "")
+
+
+def _foreign(data: Any) -> np.ndarray[Any, Any]:
+    """Memory of another library's array: `__array_interface__`, or DLPack on the CPU."""
+    if isinstance(data, str):
+        raise UsageError("a str is not a buffer. Use send_object(), or encode it to bytes.")
+    if isinstance(data, np.ndarray):  # a dtype the buffer protocol has no format for (bfloat16, datetime64)
+        if not data.flags.c_contiguous:
+            raise UsageError(f"{_name(data)} of shape {data.shape} is not contiguous. Pass numpy.ascontiguousarray(x), which copies it.")
+        return data.reshape(-1).view(np.uint8)
+    try:
+        if hasattr(data, "__dlpack__"):
+            device = data.__dlpack_device__()[0]
+            if int(device) != 1:
+                raise UsageError(f"{_name(data)} is not in CPU memory. Copy it to the CPU first.")
+            return np.from_dlpack(data)
+        if hasattr(data, "__array_interface__"):
+            return np.asarray(data)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"{_name(data)} offers no view of its memory: {error}.") from error
+    raise UsageError(f"{_name(data)} is not a buffer. Pass a numpy array, bytes, a bytearray or a memoryview; use send_object() for other objects.")
+
+
+class BufferPool:
+    """Reusable byte buffers in size classes (powers of two), bounded in bytes.
+
+    `take(n)` gives a buffer of at least n bytes; `give(buffer)` returns it. What would exceed the bound is let go, so
+    the pool never holds more than `limit` bytes. Callers serialise access (the engine's lock does).
+    """
+
+    SMALLEST = 4096
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+        self._free: dict[int, list[bytearray]] = {}
+
+    def take(self, nbytes: int) -> bytearray:
+        size = self.size_class(nbytes)
+        free = self._free.get(size)
+        if free:
+            self.held -= size
+            return free.pop()
+        return bytearray(size)
+
+    def give(self, buffer: bytearray) -> None:
+        size = len(buffer)
+        if size != self.size_class(size) or self.held + size > self.limit:
+            return
+        self.held += size
+        self._free.setdefault(size, []).append(buffer)
+
+    @classmethod
+    def size_class(cls, nbytes: int) -> int:
+        return max(cls.SMALLEST, 1 << (nbytes - 1).bit_length()) if nbytes > 0 else cls.SMALLEST
