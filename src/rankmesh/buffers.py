@@ -24,7 +24,7 @@ def readable(data: Any) -> memoryview:
     """The bytes of `data`, where they lie. Raises UsageError for what is not contiguous CPU memory."""
     try:
         view = memoryview(data)
-    except TypeError:
+    except (TypeError, ValueError):  # no buffer; numpy says ValueError for a dtype the protocol has no format for
         view = memoryview(_foreign(data))
     if view.ndim == 1 and view.format == "B" and view.c_contiguous:
         return view
@@ -33,6 +33,9 @@ def readable(data: Any) -> memoryview:
             f"{_name(data)} of shape {view.shape} and strides {view.strides} is not contiguous. "
             "Pass numpy.ascontiguousarray(x), which copies it."
         )
+    if "O" in view.format and np.asarray(data).dtype.hasobject:
+        # received bytes would become pointers
+        raise UsageError(f"{_name(data)} holds references to Python objects, not their bytes. Use send_object().")
     if view.nbytes == 0:
         return EMPTY
     try:
@@ -48,6 +51,11 @@ def writable(out: Any) -> memoryview:
     if view.readonly and view.nbytes:
         raise UsageError(f"{_name(out)} is read-only and cannot be received into. Pass a writable array or bytearray.")
     return view
+
+
+def fresh(nbytes: int) -> memoryview:
+    """New memory of our own, not cleared."""
+    return memoryview(np.empty(nbytes, np.uint8)) if nbytes else EMPTY
 
 
 def _name(data: Any) -> str:
@@ -70,6 +78,8 @@ def _foreign(data: Any) -> np.ndarray[Any, Any]:
             return np.from_dlpack(data)
         if hasattr(data, "__array_interface__"):
             return np.asarray(data)
+    except UsageError:
+        raise
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"{_name(data)} offers no view of its memory: {error}.") from error
     raise UsageError(f"{_name(data)} is not a buffer. Pass a numpy array, bytes, a bytearray or a memoryview; use send_object() for other objects.")

@@ -84,7 +84,7 @@ class Config:
         for name in ("timeout", "handshake_timeout", "close_timeout", "idle_timeout", "heartbeat_interval"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"Config.{name} must be a positive number of seconds, not {getattr(self, name)!r}.")
-        if self.heartbeat_timeout < 2 * self.heartbeat_interval:
+        if not self.heartbeat_timeout >= 2 * self.heartbeat_interval:  # also refuses nan
             raise ConfigError(
                 f"Config.heartbeat_timeout ({self.heartbeat_timeout} s) must be at least twice "
                 f"heartbeat_interval ({self.heartbeat_interval} s), or a healthy peer counts as lost."

@@ -16,7 +16,8 @@ before anything is allocated. Rules of the conversation:
 - ANNOUNCE offers a transfer (message, request or reply) too large for EAGER. The receiver answers GRANT when it
   has memory for it, or REFUSE when it does not want the bytes; then DATA frames carry the pieces in order, and
   the transfer ends with its last byte or with ABORT.
-- WITHDRAW takes back an announcement. The receiver answers nothing: the sender accepts a GRANT that crossed it.
+- WITHDRAW takes back an announcement. Every announcement is answered once, by GRANT or REFUSE: a GRANT that crossed
+  the WITHDRAW is the answer (and the receiver posts its receive anew), otherwise the receiver answers REFUSE.
 - REQUEST and REPLY carry a whole RPC message, or are announced with Flag.REQUEST or Flag.REPLY.
 - CREDIT returns credit; PING only shows life; CONTROL carries a typed message; GOODBYE ends the conversation.
 """

@@ -68,8 +68,9 @@ class Parser:
         if pos:
             rest = end - pos
             self._view[:rest] = bytes(self._view[pos:end])
-            self._pos, self._end = 0, rest
-            return self._view[rest:]
+            self._pos, self._end, end = 0, rest, rest
+        if end < HEADER_BYTES and self.header and self.header[1] == _DATA:
+            return self._view[end:HEADER_BYTES]
         return self._view[end:]
 
     def received(self, nbytes: int) -> None:

@@ -1,0 +1,56 @@
+# make demo      4 ranks on this machine show what works
+# make test      lint, types, all tests: what CI runs
+# make test-312  all tests under Python 3.12 (test-313: 3.13), in an environment of its own
+# make format    rewrite the sources as ruff formats them
+# make clean     remove the environments and caches
+#
+# PYTHON=/path/to/python3 picks the interpreter; ARGS="-k tcp -x" is passed on to pytest. Environments are made once,
+# and again when pyproject.toml changes.
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.PHONY: demo test test-312 test-313 lint pytest format clean debian-python debian-ip
+
+VENV ?= .venv
+BIN = $(VENV)/bin
+# Evaluated only where an environment is made; `|| exit` in the recipe stops make when no Python will do.
+PYTHON ?= $$(scripts/find-python)
+ARGS ?=
+
+demo: $(VENV)/installed
+	$(BIN)/rankmesh demo
+
+test: lint pytest
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+pytest: debian-ip $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+test-312 test-313: test-3%:
+	@python=$$(scripts/find-python 3.$*) && $(MAKE) --no-print-directory pytest VENV=.venv-3.$* PYTHON="$$python"
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix-only --select I .
+	$(BIN)/ruff format .
+
+$(VENV)/installed: pyproject.toml | debian-python
+	@python=$(PYTHON) || exit; echo "Making $(VENV) with $$python" && "$$python" -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+debian-python:
+	@scripts/install-debian-packages python
+
+debian-ip:
+	@scripts/install-debian-packages ip
+
+clean:
+	rm -rf .venv .venv-3.* .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,84 @@
+"""The interface of a subject, and the loops that all subjects share.
+
+Rules that make the figures comparable:
+- The loops below are the measurement. A subject provides `sender` and `receiver`, callables that lead into its library
+  with as little Python in between as possible (a bound method or a `functools.partial`, not a wrapper function).
+- Only bare sockets override a loop: they are the reference and shall be as fast as Python can be without a library.
+- Every message lands in memory the caller named, which was written to before; contents are checked outside the timed
+  part.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Verb = Callable[[Any], object]
+
+HOST = "127.0.0.1"
+#: Seconds a subject may take to connect its processes to each other.
+OPEN_TIMEOUT = 30.0
+
+
+class Subject(ABC):
+    """One process's side of a pair (rankmesh: of a world). Used by one thread."""
+
+    @abstractmethod
+    def open(self, rank: int, size: int, port: int) -> None:
+        """Connect all ranks; rank 0 listens on `port` of 127.0.0.1 where the library wants an address."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything `open` made."""
+
+    @abstractmethod
+    def sender(self, peer: int) -> Verb:
+        """A callable that sends one buffer to `peer`."""
+
+    @abstractmethod
+    def receiver(self, peer: int) -> Verb:
+        """A callable that fills one buffer with the next message of `peer`."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """The library and its version, for the report."""
+
+    def buffer(self, array: Bytes) -> Any:
+        """The same memory as the library likes to be given it."""
+        return array
+
+    def ping(self, peer: int, out: Any, into: Any, count: int) -> list[int]:
+        """Nanoseconds of each of `count` round trips."""
+        send, recv, clock = self.sender(peer), self.receiver(peer), time.perf_counter_ns
+        samples = [0] * count
+        for i in range(count):
+            began = clock()
+            send(out)
+            recv(into)
+            samples[i] = clock() - began
+        return samples
+
+    def echo(self, peer: int, into: Any, count: int) -> None:
+        """The other side of `ping`."""
+        send, recv = self.sender(peer), self.receiver(peer)
+        for _ in range(count):
+            recv(into)
+            send(into)
+
+    def send_each(self, peer: int, message: Any, count: int) -> None:
+        """One call of the library per message, nothing awaited in between."""
+        send = self.sender(peer)
+        for _ in range(count):
+            send(message)
+
+    def receive_each(self, peer: int, into: Any, count: int) -> None:
+        """The other side of `send_each`."""
+        recv = self.receiver(peer)
+        for _ in range(count):
+            recv(into)

@@ -1,0 +1,39 @@
+"""gloo by torch.distributed `send`/`recv`, on the loopback interface (GLOO_SOCKET_IFNAME is set by the entry)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from subjects.base import HOST, OPEN_TIMEOUT, Bytes, Subject, Verb
+
+
+class Gloo(Subject):
+    def open(self, rank: int, size: int, port: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{HOST}:{port}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=OPEN_TIMEOUT),
+        )
+        dist.barrier()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}"
+
+    def buffer(self, array: Bytes) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def sender(self, peer: int) -> Verb:
+        return partial(dist.send, dst=peer)
+
+    def receiver(self, peer: int) -> Verb:
+        return partial(dist.recv, src=peer)

@@ -1,0 +1,286 @@
+"""Endpoint: a process's place in the network, without ranks. It owns the engine, the listener and the peers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import deque
+from time import monotonic
+from typing import Any, Self
+
+from rankmesh.config import Config
+from rankmesh.endpoint.connector import Connector
+from rankmesh.endpoint.hub import Hub
+from rankmesh.endpoint.matching import ANY_SOURCE
+from rankmesh.endpoint.messages import Messages
+from rankmesh.endpoint.peer import Peer
+from rankmesh.endpoint.progress import Until
+from rankmesh.endpoint.router import PeerRouter
+from rankmesh.endpoint.transfers import Status
+from rankmesh.endpoint.work import Work
+from rankmesh.errors import ClosedError, ConfigError, DeadlineError
+from rankmesh.transport.address import Address
+from rankmesh.wire.messages import Identity
+
+logger = logging.getLogger("rankmesh")
+
+#: The tag space of messages between endpoints without ranks.
+_GROUP = 0
+
+
+class _Anyone:
+    """Any source, in the message of an error."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def known(self, now: float) -> str:
+        return f"Connected are: {', '.join(map(str, self._endpoint.peers)) or 'none'}."
+
+    def __str__(self) -> str:
+        return "any source"
+
+
+class Endpoint:
+    """Listens on an address, connects to other endpoints, and exchanges messages with each of them.
+
+    All methods may be used from many threads. After `fork()` the child's copy raises ClosedError.
+    """
+
+    def __init__(
+        self,
+        address: str | None = "tcp://127.0.0.1:0",
+        *,
+        name: str | None = None,
+        config: Config | None = None,
+        advertise: str | None = None,
+        rank: int | None = None,
+        run: str = "",
+        **overrides: Any,
+    ) -> None:
+        """`address` None: this endpoint only connects. `advertise` is the address given to others where it is not `address`.
+        Other keyword arguments override fields of `config`."""
+        self.config = (config or Config()).override(**overrides)
+        self.uid = os.urandom(16)
+        self.host = socket.gethostname()
+        self.name = name or f"{self.host}:{os.getpid()}"
+        self._rank = rank
+        self._run = run
+        self._hub = Hub(self.name, self.config)
+        self._peers: dict[bytes, Peer] = {}
+        self._sources: dict[int, Any] = {}
+        self._messages = Messages(self._hub, _GROUP, self._sources, _Anyone(self))
+        self._arrived: deque[Peer] = deque()
+        self._accepts: deque[Work[Peer]] = deque()
+        self._connector = Connector(self._hub, self._identity, self._known, self._bind, self.objection)
+        self._hub.want_link = self._want_link
+        self._hub.dial_trouble = self._connector.trouble
+        self._addresses: tuple[str, ...] = ()
+        try:
+            if address is not None:
+                self._addresses = (self._listen(Address.parse(address), advertise),)
+        except BaseException:
+            self._hub.engine.stop()
+            raise
+        self._hub.engine.start()
+        with self._hub.engine:
+            self._hub.start_heartbeat()
+
+    def _listen(self, address: Address, advertise: str | None) -> str:
+        if address.is_wildcard and advertise is None:
+            raise ConfigError(f"{address} is every address of this host and none that others can connect to. Pass advertise='tcp://host:port' too, or listen on one address.")
+        with self._hub.engine:
+            listening = self._connector.listen(address)
+        if advertise is None:
+            return str(listening)
+        public = Address.parse(advertise)
+        return str(public if public.port else Address(public.scheme, public.host, listening.port))
+
+    # ------------------------------------------------------------------ who is who
+
+    @property
+    def address(self) -> str:
+        """The address others connect to; empty if this endpoint does not listen."""
+        return self._addresses[0] if self._addresses else ""
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The peers that are connected."""
+        return [peer for peer in list(self._peers.values()) if peer.connected]
+
+    def info(self) -> dict[str, Any]:
+        """What another endpoint needs to connect: give it to its `connect()`."""
+        return {"uid": self.uid.hex(), "name": self.name, "host": self.host, "pid": os.getpid(), "addresses": list(self._addresses)}
+
+    def objection(self, identity: Identity) -> str:
+        """Why a peer that proved itself is not wanted all the same. Meshes refuse strangers here."""
+        if identity.uid == self.uid:
+            return "an endpoint cannot connect to itself"
+        if self._hub.closed:
+            return "this endpoint is closing"
+        if identity.run != self._run:
+            return f"it belongs to another run ({identity.run or 'none'} instead of {self._run or 'none'})"
+        return ""
+
+    def _identity(self) -> Identity:
+        config = self.config
+        return Identity(
+            uid=self.uid,
+            name=self.name,
+            host=self.host,
+            pid=os.getpid(),
+            addresses=self._addresses,
+            rank=self._rank,
+            run=self._run,
+            eager_bytes=config.eager_bytes,
+            lane_credit=config.lane_credit_bytes,
+            peer_credit=config.peer_credit_bytes,
+            max_message=config.max_message_bytes,
+            max_rpc=config.max_rpc_bytes,
+            allow_pickle=config.allow_pickle,
+        )
+
+    def _known(self, uid: bytes) -> PeerRouter | None:
+        peer = self._peers.get(uid)
+        return peer.router if peer is not None and isinstance(peer.router, PeerRouter) else None
+
+    def _bind(self, identity: Identity, dialed: PeerRouter | None) -> PeerRouter:
+        """The router that a new connection belongs to."""
+        peer = self._peers.get(identity.uid)
+        if peer is None or peer.router.gone:
+            peer = dialed.peer if dialed is not None else self._new_peer()
+            self._peers[identity.uid] = peer
+            if dialed is None:
+                self._arrive(peer)
+        elif dialed is not None and dialed.peer is not peer:
+            self._forget(dialed)
+        peer.identified(identity)
+        assert isinstance(peer.router, PeerRouter)
+        return peer.router
+
+    def _new_peer(self, addresses: tuple[Address, ...] = ()) -> Peer:
+        peer = Peer(self._hub, self._messages, addresses=addresses)
+        self._sources[peer.router.index] = peer
+        return peer
+
+    def _forget(self, router: PeerRouter) -> None:
+        """A peer made for connect() turned out to be one that is known already."""
+        del self._hub.routers[router.index]
+        del self._sources[router.index]
+
+    def _arrive(self, peer: Peer) -> None:
+        while self._accepts:
+            work = self._accepts.popleft()
+            if not work.finished:
+                work.finish(peer)
+                return
+        self._arrived.append(peer)
+
+    def _want_link(self, router: PeerRouter) -> None:
+        self._connector.dial(router, list(router.peer.addresses), monotonic() + self.config.timeout)
+
+    # ------------------------------------------------------------------ connecting
+
+    def connect(self, target: str | dict[str, Any], timeout: float | None = None) -> Peer:
+        """Connect to an address, or to what another endpoint's `info()` returned; wait until it is there."""
+        texts = [target] if isinstance(target, str) else target.get("addresses", [])
+        addresses = tuple(map(Address.parse, texts))
+        if not addresses:
+            raise ConfigError(f"{target!r} has no address to connect to. Give an address, or the info() of an endpoint that listens.")
+        timeout = self.config.timeout if timeout is None else timeout
+        if any(not address.is_loopback for address in addresses) and not self.config.token:
+            raise ConfigError(f"Connecting to {texts[0]}, off this machine, needs a cluster token. Set RANKMESH_TOKEN or Config(token=…) on both sides.")
+        with self._hub.engine:
+            self._hub.check_open()
+            peer = self._new_peer(addresses)
+            work: Work[Peer] = Work(self._hub.engine, "connect to", peer, None, timeout)
+            assert isinstance(peer.router, PeerRouter)
+            self._connector.dial(peer.router, list(addresses), monotonic() + timeout, work)
+        try:
+            return work.result()
+        except BaseException:
+            with self._hub.engine:
+                self._connector.forget(peer.router)
+                self._forget(peer.router)
+            raise
+
+    def accept(self, timeout: float | None = None) -> Peer:
+        """Wait for an endpoint that connects to this one and was not yet accepted."""
+        with self._hub.engine:
+            self._hub.check_open()
+            if self._arrived:
+                return self._arrived.popleft()
+            timeout = self.config.timeout if timeout is None else timeout
+            work: Work[Peer] = Work(self._hub.engine, "accept", None, None, timeout)
+            self._accepts.append(work)
+        return work.result()
+
+    # ------------------------------------------------------------------ messages from anyone
+
+    def recv(self, out: Any, tag: int = 0, timeout: float | None = None) -> Status:
+        """Receive into a buffer from whichever peer sends first; `status.source` is that Peer."""
+        return self._messages.recv(None, ANY_SOURCE, out, tag, timeout)
+
+    def irecv(self, out: Any, tag: int = 0, timeout: float | None = None) -> Work[Status]:
+        """Like `recv`, without waiting."""
+        return self._messages.irecv(None, ANY_SOURCE, out, tag, timeout)
+
+    def probe(self, tag: int = 0, timeout: float | None = None) -> Status:
+        """Wait until a message from anyone could be received; `status.source` is the Peer to receive it from."""
+        return self._messages.probe(None, ANY_SOURCE, tag, timeout)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self, timeout: float | None = None) -> None:
+        """Let what was sent leave, say goodbye, and free everything. Raises DeadlineError if sends remained; all is freed then too."""
+        engine = self._hub.engine
+        deadline = monotonic() + (self.config.close_timeout if timeout is None else timeout)
+        with engine:
+            if self._hub.closed:
+                return
+            self._hub.closed = f"Endpoint {self.name!r} is closed."
+            routers = [router for router in self._hub.routers.values() if isinstance(router, PeerRouter)]
+            engine.drive(Until(lambda: all(router.outbound.idle or router.gone for router in routers)), deadline)
+            unsent = [str(router.peer) for router in routers if not router.outbound.idle]
+            for router in routers:
+                router.say_goodbye("it closed its endpoint")
+            engine.drive(Until(lambda: all(router.link is None for router in routers)), deadline)
+            self._free(routers)
+        engine.stop()
+        if unsent:
+            raise DeadlineError(f"Endpoint {self.name!r} was closed before everything was sent to {', '.join(unsent)}.", op="close", peer=", ".join(unsent))
+
+    def abort(self) -> None:
+        """Drop everything at once: peers see a lost connection."""
+        with self._hub.engine:
+            if self._hub.closed:
+                return
+            self._hub.closed = f"Endpoint {self.name!r} was aborted."
+            self._free([router for router in self._hub.routers.values() if isinstance(router, PeerRouter)])
+        self._hub.engine.stop()
+
+    def _free(self, routers: list[PeerRouter]) -> None:
+        self._connector.close()
+
+        def closed(op: str, tag: int | None) -> ClosedError:
+            return ClosedError(f"{self._hub.closed} The {op.split()[0]} under way ended with it.")
+
+        for router in routers:
+            router.free(closed)
+        for work in (*self._hub.abandon(), *self._accepts):
+            work.fail(closed(work.op, work.tag))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def __repr__(self) -> str:
+        if self._hub.closed:
+            return f"<Endpoint {self.name!r}: closed>"
+        return f"<Endpoint {self.name!r} at {self.address or 'no address'}: {len(self.peers)} peers>"

@@ -1,0 +1,212 @@
+"""Hub: what all conversations of one endpoint share. All methods need the engine's lock, unless they say that they take it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+from rankmesh.config import Config
+from rankmesh.endpoint.loopback import Loopback
+from rankmesh.endpoint.matching import ANY_SOURCE, Matcher
+from rankmesh.endpoint.outbound import RPC
+from rankmesh.endpoint.progress import Engine
+from rankmesh.endpoint.router import PeerRouter, Router
+from rankmesh.endpoint.transfers import Landing, Message, Posted, Probe, Receive
+from rankmesh.endpoint.work import Work
+from rankmesh.errors import ClosedError, PeerLost
+from rankmesh.wire.header import Flag
+from rankmesh.wire.messages import Control
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.inbound import Inbound
+    from rankmesh.endpoint.peer import Peer
+
+_OBJECT: Final = int(Flag.OBJECT)
+#: Looks at every peer's liveness per heartbeat interval: how finely silence is measured.
+LOOKS: Final = 4
+
+#: A service's handler: (router, ident, payload). It runs on the thread that leads, with the lock, and must not block;
+#: the payload is valid during the call only. It answers by `router.reply(ident, …)`, now or later.
+Service = Callable[[PeerRouter, int, memoryview], None]
+
+
+class Hub:
+    """See the module's text. The endpoint sets `connect`, `on_lost` and `on_control`."""
+
+    def __init__(self, name: str, config: Config) -> None:
+        self.config = config
+        self.engine = Engine(name, config.spin)
+        self.matcher: Matcher[Receive, Message] = Matcher()
+        self.routers: dict[int, Router] = {}
+        self.probes: list[Probe] = []
+        self.services: dict[int, Service] = {}
+        #: Members of each closed group, by index: a wildcard receive fails when none is left.
+        self.members: dict[int, set[int]] = {}
+        self.closed = ""
+        self.on_lost: Callable[[PeerRouter, bool], None] = lambda router, left: None
+        self.on_control: Callable[[Peer, Control], None] = lambda peer, message: None
+        self.want_link: Callable[[PeerRouter], None] = lambda router: None
+        self.dial_trouble: Callable[[PeerRouter], str] = lambda router: ""
+        self._index = itertools.count()
+        self._rpc_bytes = 0
+        self._rpc_waiting: deque[tuple[Inbound, tuple[int, ...]]] = deque()
+
+    def new_index(self) -> int:
+        return next(self._index)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self.closed} Nothing can be done with it any more.")
+
+    # ------------------------------------------------------------------ receiving
+
+    def take_receive(self, index: int, group: int, tag: int, flags: int) -> Receive | None:
+        """The receive that an arriving message goes to. One that expects the other kind fails, and leaves it to the next."""
+        while True:
+            receive = self.matcher.take_posted(group, index, tag)
+            if receive is None or receive.wants_object == bool(flags & _OBJECT):
+                return receive
+            receive.fail(receive.wrong_kind())
+
+    def keep(self, message: Message) -> None:
+        """No receive is posted for this message: it waits, and probes for it end."""
+        self.matcher.keep(message)
+        if self.probes:
+            for probe in [probe for probe in self.probes if probe.fits(message)]:
+                self.probes.remove(probe)
+                probe.found(message)
+
+    def post(self, receive: Receive, again: bool = False) -> None:
+        """Match a receive with what has arrived, or post it (`again`: at its old place)."""
+        self.check_open()
+        source = receive.source
+        message = self.matcher.peek(receive.group, source, receive.match_tag)
+        if message is not None:
+            if receive.wants_object != bool(message.flags & _OBJECT):
+                receive.fail(receive.wrong_kind())
+            else:
+                self.matcher.discard(message)
+                message.router.inbound.deliver(message, receive)
+            return
+        if not self._may_come(receive):
+            return
+        if again:
+            self.matcher.repost(receive)
+        else:
+            self.matcher.post(receive)
+
+    def post_probe(self, probe: Probe) -> None:
+        self.check_open()
+        message = self.matcher.peek(probe.group, probe.source, probe.match_tag)
+        if message is not None:
+            probe.found(message)
+        elif self._may_come(probe):
+            self.probes.append(probe)
+
+    def _may_come(self, posted: Posted) -> bool:
+        """Whether a message can still come; if not, what was posted has failed."""
+        if posted.source == ANY_SOURCE:
+            if self._deserted(posted.group):
+                posted.fail(self._nobody_left(posted))
+            return not posted.finished
+        router = self.routers[posted.source]
+        if router.gone:
+            posted.fail(router.lost_error(posted.op, posted.tag))
+            return False
+        if isinstance(router, PeerRouter) and router.link is None:
+            self.want_link(router)  # whoever waits for a peer must learn of its end
+        return not posted.finished
+
+    def waiting_for(self, source: int, group: int | None = None) -> list[Posted]:
+        """Take out the receives and probes that name `source`, in order: they are about to fail."""
+        receives = self.matcher.posted(source=source, group=group)
+        for receive in receives:
+            self.matcher.unpost(receive)
+        probes = [probe for probe in self.probes if probe.source == source and group in (None, probe.group)]
+        for probe in probes:
+            self.probes.remove(probe)
+        return [*receives, *probes]
+
+    def _deserted(self, group: int) -> bool:
+        members = self.members.get(group)
+        return members is not None and all(self.routers[index].gone for index in members)
+
+    def _nobody_left(self, receive: Posted) -> PeerLost:
+        return PeerLost(
+            f"{receive.describe()} can match nothing: every other member of the group is lost.",
+            op=receive.op,
+            tag=receive.tag,
+            reason="every other member is lost",
+        )
+
+    def lost(self, router: PeerRouter, left: bool) -> None:
+        """A peer is gone. Receives that name it are failed by its router; wildcards fail when nobody is left."""
+        for group in self.members:
+            if self._deserted(group):
+                for posted in self.waiting_for(ANY_SOURCE, group):
+                    posted.fail(self._nobody_left(posted))
+        self.on_lost(router, left)
+
+    def abandon(self) -> list[Work[Any]]:
+        """The end: take out whatever still waits and belongs to no connection."""
+        receives = self.matcher.posted()
+        for receive in receives:
+            self.matcher.unpost(receive)
+        probes, self.probes = self.probes, []
+        sends = [send for router in self.routers.values() if isinstance(router, Loopback) for send in router.close()]
+        return [*receives, *probes, *sends]
+
+    # ------------------------------------------------------------------ liveness
+
+    def start_heartbeat(self) -> None:
+        self.engine.call_at(monotonic() + self.config.heartbeat_interval / LOOKS, self._heartbeat)
+
+    def _heartbeat(self) -> None:
+        if self.closed:
+            return
+        now = monotonic()
+        for router in list(self.routers.values()):
+            if isinstance(router, PeerRouter) and router.link is not None:
+                router.heartbeat(now)
+        self.start_heartbeat()
+
+    # ------------------------------------------------------------------ RPC
+
+    def on_request(self, router: PeerRouter, service: int, ident: int, payload: memoryview) -> None:
+        handler = self.services.get(service)
+        if handler is None:
+            text = f"{self.engine.name} offers no service {service}".encode()
+            router.reply(ident, [memoryview(text)], len(text), failed=True)
+        else:
+            handler(router, ident, payload)
+
+    def rpc_announced(self, inbound: Inbound, header: tuple[int, ...]) -> None:
+        """A large request or reply is granted when there is room for it, in the order of announcement."""
+        self._rpc_waiting.append((inbound, header))
+        self._grant_rpc()
+
+    def rpc_withdrawn(self, inbound: Inbound, ident: int | None = None) -> bool:
+        """Forget an announcement that waits for room; all of a connection's when `ident` is None. False: there was none."""
+        kept = [entry for entry in self._rpc_waiting if entry[0] is not inbound or ident not in (None, entry[1][5])]
+        found = len(kept) < len(self._rpc_waiting)
+        self._rpc_waiting = deque(kept)
+        return found
+
+    def rpc_landed(self, landing: Landing) -> None:
+        """A granted one ended, well or badly."""
+        if landing.flags & RPC:
+            self._rpc_bytes -= landing.nbytes
+            self._grant_rpc()
+
+    def _grant_rpc(self) -> None:
+        while self._rpc_waiting:
+            inbound, header = self._rpc_waiting[0]
+            nbytes = header[7]
+            if self._rpc_bytes and self._rpc_bytes + nbytes > self.config.rpc_inflight_bytes:
+                return
+            self._rpc_waiting.popleft()
+            if inbound.grant_rpc(header):
+                self._rpc_bytes += nbytes

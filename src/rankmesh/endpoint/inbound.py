@@ -1,0 +1,364 @@
+"""The receiving half of a conversation: from readable bytes to matched messages. All methods need the engine's lock.
+
+A frame's header decides where its payload goes, and the bytes go there: into the posted receive, into memory of our own (no receive
+yet, a request, a reply), or nowhere. What does not fit is refused at the announcement or read past; the stream stays in step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rankmesh.buffers import fresh
+from rankmesh.endpoint.outbound import MAX_ANNOUNCED, RPC, TURN_BYTES
+from rankmesh.endpoint.transfers import Landing, Message, Receive
+from rankmesh.errors import ProtocolError, TransferAborted
+from rankmesh.wire.credit import OVERHEAD, CreditIn
+from rankmesh.wire.header import Flag, Kind, Limits
+from rankmesh.wire.messages import decode_control
+from rankmesh.wire.parser import Parser
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.router import PeerRouter
+    from rankmesh.transport.base import Link
+
+Header = tuple[int, ...]
+
+
+class Inbound:
+    """What comes from one peer."""
+
+    def __init__(self, router: PeerRouter) -> None:
+        self._router = router
+        self._hub = router.hub
+        self._config = router.hub.config
+        self._engine = router.engine
+        self._matcher = router.hub.matcher
+        self._link: Link | None = None
+        self._incoming: dict[int, Landing] = {}
+        self._announced: dict[int, Message] = {}
+        #: What to do when the payload under way is complete, and the receive it belongs to, if any.
+        self._then: Callable[[], None] | None = None
+        self._landing: Landing | None = None
+        self.frames = 0
+        self.bytes = 0
+        #: Set by traffic, cleared by the heartbeat.
+        self.heard = False
+        self._handlers: dict[int, Callable[[Header], None]] = {
+            Kind.PING: self._on_ping,
+            Kind.CREDIT: self._on_credit,
+            Kind.CONTROL: self._on_control,
+            Kind.GOODBYE: self._on_goodbye,
+            Kind.EAGER: self._on_eager,
+            Kind.ANNOUNCE: self._on_announce,
+            Kind.GRANT: self._on_grant,
+            Kind.REFUSE: self._on_refuse,
+            Kind.WITHDRAW: self._on_withdraw,
+            Kind.DATA: self._on_data,
+            Kind.ABORT: self._on_abort,
+            Kind.REQUEST: self._on_request,
+            Kind.REPLY: self._on_reply,
+        }
+
+    def attach(self, link: Link) -> None:
+        config = self._config
+        limits = Limits(config.eager_bytes, config.max_message_bytes, config.max_rpc_bytes)
+        self._link = link
+        self._recv = link.recv_into
+        self._drained = link.drained_on_short_read
+        self._parser = Parser(limits.payloads())
+        self._credit = CreditIn(config.lane_credit_bytes, config.peer_credit_bytes)
+        self.heard = True
+
+    def detach(self) -> list[Receive]:
+        """Forget what was under way; the receives that waited for its bytes are returned."""
+        self._link = None
+        self._then = None
+        landings = {id(landing): landing for landing in (self._landing, *self._incoming.values()) if landing is not None}
+        self._landing = None
+        self._incoming.clear()
+        for message in self._announced.values():
+            self._matcher.discard(message)
+        self._announced.clear()
+        self._hub.rpc_withdrawn(self)
+        for landing in landings.values():
+            self._hub.rpc_landed(landing)
+        return [landing.receive for landing in landings.values() if landing.receive is not None]
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of this peer's is under way or lies unreceived."""
+        unreceived = self._link is not None and self._credit.outstanding != self._credit.total_owed
+        return not (self._incoming or self._announced or unreceived)
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self) -> None:
+        """Read what is there, up to a turn. Raises ProtocolError."""
+        parser = self._parser
+        budget = TURN_BYTES
+        if parser.buffered:
+            self._parse()
+        while self._link is not None and not parser.buffered:
+            target = parser.target()
+            try:
+                got = self._recv(target)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._router.broken(error)
+                return
+            if not got:
+                self._router.ended(parser.at_boundary())
+                return
+            self.heard = True
+            more = not self._drained or got == len(target)
+            parser.received(got)
+            self._parse()
+            budget -= got
+            if not more or budget <= 0:
+                return
+
+    def _parse(self) -> None:
+        parser = self._parser
+        if parser.pending:
+            return
+        if self._then is not None:
+            then, self._then, self._landing = self._then, None, None
+            then()
+        engine = self._engine
+        handlers = self._handlers
+        while self._link is not None:
+            leader: Any = engine.leader
+            if leader is not None and leader.finished and parser.buffered:
+                engine.backlog.append(self._router)  # the leader has what it waits for: the rest can wait
+                return
+            header = parser.next_header()
+            if header is None:
+                return
+            self.frames += 1
+            handlers[header[1]](header)
+            if parser.pending:
+                return
+
+    def _with_payload(self, header: Header, then: Callable[[Header, memoryview], None]) -> None:
+        """Call `then` once the payload is here, in the staging buffer or in memory of its own."""
+        payload = self._parser.take()
+        if payload is not None:
+            then(header, payload)
+        else:
+            view = fresh(header[6])
+            self._parser.into(view)
+            self._then = functools.partial(then, header, view)
+
+    # ------------------------------------------------------------------ control
+
+    def _on_ping(self, header: Header) -> None:
+        self.frames -= 1  # a heartbeat is not traffic
+        self._parser.drop()
+
+    def _on_credit(self, header: Header) -> None:
+        self.frames -= 1
+        self._with_payload(header, lambda _, payload: self._router.outbound.on_credit(payload))
+
+    def _on_control(self, header: Header) -> None:
+        self._with_payload(header, lambda _, payload: self._router.on_control(decode_control(payload)))
+
+    def _on_goodbye(self, header: Header) -> None:
+        self._with_payload(header, lambda _, payload: self._router.on_control(decode_control(payload)))
+
+    def _on_grant(self, header: Header) -> None:
+        self._router.outbound.on_grant(header[5])
+
+    def _on_refuse(self, header: Header) -> None:
+        self._router.outbound.on_refuse(header[5])
+
+    # ------------------------------------------------------------------ eager messages
+
+    def _on_eager(self, header: Header) -> None:
+        _, _, flags, group, tag, _, nbytes, _ = header
+        self._credit.arrived(nbytes + OVERHEAD)
+        self.bytes += nbytes
+        receive = self._hub.take_receive(self._router.index, group, tag, flags)
+        if receive is None:
+            view = fresh(nbytes)
+            if self._parser.into(view):
+                self._hub.keep(Message(self._router, group, tag, flags, nbytes, view))
+            else:
+                self._then = functools.partial(self._late_eager, group, tag, flags, view)
+        elif receive.truncates(nbytes):
+            self._consumed(group, tag, nbytes)
+            self._parser.drop()
+        elif self._parser.into(receive.place(nbytes)):
+            self._consumed(group, tag, nbytes)
+            receive.arrived(self._router.index, tag, nbytes)
+        else:
+            self._landing = landing = Landing(self, receive, nbytes, group, tag, 0)
+            receive.matched(landing)
+            self._then = functools.partial(self._eager_landed, landing)
+
+    def _eager_landed(self, landing: Landing) -> None:
+        self._consumed(landing.group, landing.tag, landing.nbytes)
+        if landing.receive is not None:
+            landing.receive.arrived(self._router.index, landing.tag, landing.nbytes)
+
+    def _late_eager(self, group: int, tag: int, flags: int, view: memoryview) -> None:
+        """A message that came piece by piece without a receive: one may have been posted meanwhile."""
+        message = Message(self._router, group, tag, flags, view.nbytes, view)
+        receive = self._hub.take_receive(self._router.index, group, tag, flags)
+        if receive is None:
+            self._hub.keep(message)
+        else:
+            self.deliver(message, receive)
+
+    def _consumed(self, group: int, tag: int, nbytes: int) -> None:
+        """An eager message is where it belongs: its credit goes back, in batches."""
+        if self._link is not None and self._credit.consumed((group, tag), nbytes + OVERHEAD):
+            for payload in self._credit.pay():
+                self._router.outbound.payload(Kind.CREDIT, payload)
+
+    # ------------------------------------------------------------------ messages that waited
+
+    def deliver(self, message: Message, receive: Receive) -> None:
+        """Give a message that was kept to a receive posted now."""
+        nbytes = message.nbytes
+        if message.payload is None:
+            del self._announced[message.ident]
+            self._grant(receive, message.group, message.match_tag, nbytes, message.ident)
+            return
+        if not receive.truncates(nbytes):
+            if receive.view is None:
+                receive.view = message.payload
+            elif nbytes:
+                receive.view[:nbytes] = message.payload
+            receive.arrived(self._router.index, message.match_tag, nbytes)
+        self._consumed(message.group, message.match_tag, nbytes)
+
+    # ------------------------------------------------------------------ announced transfers
+
+    def _on_announce(self, header: Header) -> None:
+        _, _, flags, group, tag, ident, _, nbytes = header
+        limit = self._config.max_rpc_bytes if flags & RPC else self._config.max_message_bytes
+        if nbytes > limit:
+            raise ProtocolError(f"a transfer of {nbytes} bytes was announced, over the limit of {limit}", reason="transfer too large")
+        if ident in self._announced or ident in self._incoming:
+            raise ProtocolError(f"transfer {ident} was announced twice", reason="transfer announced twice")
+        if len(self._announced) >= MAX_ANNOUNCED:
+            raise ProtocolError(f"more than {MAX_ANNOUNCED} transfers announced", reason="too many announcements")
+        if flags & RPC:
+            self._hub.rpc_announced(self, header)
+            return
+        receive = self._hub.take_receive(self._router.index, group, tag, flags)
+        if receive is not None:
+            self._grant(receive, group, tag, nbytes, ident)
+            return
+        message = Message(self._router, group, tag, flags, nbytes, None, ident)
+        self._announced[ident] = message
+        self._hub.keep(message)
+
+    def _grant(self, receive: Receive, group: int, tag: int, nbytes: int, ident: int) -> None:
+        if receive.truncates(nbytes):
+            self._router.outbound.control(Kind.REFUSE, ident)
+            return
+        receive.place(nbytes)
+        landing = Landing(self, receive, nbytes, group, tag, ident)
+        receive.matched(landing)
+        self._router.outbound.control(Kind.GRANT, ident)
+        if nbytes:
+            self._incoming[ident] = landing
+        else:
+            self._complete(landing)
+
+    def grant_rpc(self, header: Header) -> bool:
+        """There is room for a large request or reply: take it. False: the connection it was announced on is gone."""
+        _, _, flags, group, tag, ident, _, nbytes = header
+        if self._link is None:
+            return False
+        self._incoming[ident] = Landing(self, None, nbytes, group, tag, ident, flags, fresh(nbytes))
+        self._router.outbound.control(Kind.GRANT, ident)
+        return True
+
+    def _on_data(self, header: Header) -> None:
+        ident, nbytes, offset = header[5], header[6], header[7]
+        landing = self._incoming.get(ident)
+        if landing is None:
+            raise ProtocolError(f"data of transfer {ident}, which was not granted", reason="unknown transfer")
+        if not nbytes or offset != landing.got or offset + nbytes > landing.nbytes:
+            raise ProtocolError(f"piece {offset}+{nbytes} of transfer {ident} ({landing.got} of {landing.nbytes} so far)", reason="bad piece")
+        view = landing.view
+        done = self._parser.drop() if view is None else self._parser.into(view[offset : offset + nbytes])
+        if done:
+            self._piece_landed(landing, nbytes)
+        else:
+            self._landing = landing
+            self._then = functools.partial(self._piece_landed, landing, nbytes)
+
+    def _piece_landed(self, landing: Landing, nbytes: int) -> None:
+        landing.got += nbytes
+        self.bytes += nbytes
+        if landing.got == landing.nbytes:
+            del self._incoming[landing.ident]
+            self._complete(landing)
+
+    def _complete(self, landing: Landing) -> None:
+        if landing.flags & RPC:
+            self._hub.rpc_landed(landing)
+            if landing.view is not None:
+                self._router.on_rpc(landing.flags, landing.group, landing.tag, landing.view)
+        elif landing.receive is not None:
+            landing.receive.arrived(self._router.index, landing.tag, landing.nbytes)
+
+    def detach_landing(self, landing: Landing) -> None:
+        """A receive under way was given up: its bytes go nowhere, and the sender may stop."""
+        if self._landing is landing:
+            self._parser.divert()
+        if landing.ident in self._incoming:
+            self._router.outbound.control(Kind.REFUSE, landing.ident)
+
+    def _on_withdraw(self, header: Header) -> None:
+        """The sender takes its announcement back. One that was granted meanwhile leaves its receive as if it had never come."""
+        ident = header[5]
+        message = self._announced.pop(ident, None)
+        if message is not None:
+            self._matcher.discard(message)
+        if message is not None or self._hub.rpc_withdrawn(self, ident):
+            self._router.outbound.control(Kind.REFUSE, ident)
+            return
+        landing = self._incoming.pop(ident, None)
+        if landing is not None:
+            self._hub.rpc_landed(landing)
+            if landing.receive is not None:
+                landing.receive.unmatched()
+                self._hub.post(landing.receive, again=True)
+
+    def _on_abort(self, header: Header) -> None:
+        landing = self._incoming.pop(header[5], None)
+        if landing is None:
+            return  # refused here while its last byte was on its way
+        self._hub.rpc_landed(landing)
+        if landing.receive is not None:
+            peer = self._router.peer
+            landing.receive.fail(
+                TransferAborted(
+                    f"{peer} gave up in the middle of the message for {landing.receive.describe()}, after {landing.got} of {landing.nbytes} bytes.",
+                    **peer.attributes(),
+                    op=landing.receive.op,
+                    tag=landing.tag,
+                    reason="the sender gave up",
+                )
+            )
+
+    # ------------------------------------------------------------------ RPC
+
+    def _on_request(self, header: Header) -> None:
+        self._with_payload(header, self._rpc_here)
+
+    def _on_reply(self, header: Header) -> None:
+        self._with_payload(header, self._rpc_here)
+
+    def _rpc_here(self, header: Header, payload: memoryview) -> None:
+        flags = header[2] & ~RPC | (Flag.REQUEST if header[1] == Kind.REQUEST else Flag.REPLY)
+        self.bytes += payload.nbytes
+        self._router.on_rpc(flags, header[3], header[4], payload)
+

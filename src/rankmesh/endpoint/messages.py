@@ -1,0 +1,147 @@
+"""The verbs of messages, once, for Peer, Endpoint and Mesh: checks of arguments, then the router or the hub.
+
+Who the other side is, is the caller's to find: a router for sends, an index for receives. A verb that waits takes `timeout` in
+seconds (None: Config.timeout). A call that timed out has given its buffer back; whether a timed-out send arrived is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from rankmesh import codec
+from rankmesh.buffers import EMPTY, readable, writable
+from rankmesh.endpoint.matching import ANY_TAG
+from rankmesh.endpoint.transfers import Probe, Receive, Send, Status
+from rankmesh.endpoint.work import Work
+from rankmesh.errors import UsageError
+from rankmesh.wire.header import Flag
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.hub import Hub
+    from rankmesh.endpoint.router import Router
+
+#: Users' tags are 0 … MAX_TAG; negative ones are rankmesh's own.
+MAX_TAG: Final = 2**62 - 1
+_OBJECT: Final = int(Flag.OBJECT)
+
+
+class Messages:
+    """The messages of one group: its tag space, and how a source is called in a Status."""
+
+    def __init__(self, hub: Hub, group: int, sources: Mapping[int, Any], anyone: Any) -> None:
+        self._hub = hub
+        self._group = group
+        self._sources = sources
+        #: Stands for "any source" in messages of errors.
+        self._anyone = anyone
+        self._timeout = hub.config.timeout
+
+    def send(self, router: Router, data: Any, tag: int, timeout: float | None) -> None:
+        view = readable(data)
+        if not 0 <= tag <= MAX_TAG:
+            raise _bad_tag(tag)
+        send = router.outbound.send(
+            self._group, tag, 0, [view], view.nbytes, self._timeout if timeout is None else timeout
+        )
+        if send is not None:
+            send.result()
+
+    def isend(self, router: Router, data: Any, tag: int, timeout: float | None) -> Work[None]:
+        view = readable(data)
+        if not 0 <= tag <= MAX_TAG:
+            raise _bad_tag(tag)
+        timeout = self._timeout if timeout is None else timeout
+        send = router.outbound.send(self._group, tag, 0, [view], view.nbytes, timeout)
+        if send is None:
+            send = Send(router, "send to", self._group, tag, 0, [], 0, timeout)
+            send.finish(None)
+        return send
+
+    def send_object(self, router: Router, obj: Any, tag: int, timeout: float | None) -> None:
+        if not 0 <= tag <= MAX_TAG:
+            raise _bad_tag(tag)
+        parts = [memoryview(part) for part in codec.encode(obj, allow_pickle=self._hub.config.allow_pickle)]
+        nbytes = sum(part.nbytes for part in parts)
+        timeout = self._timeout if timeout is None else timeout
+        send = router.outbound.send(self._group, tag, _OBJECT, parts, nbytes, timeout)
+        if send is not None:
+            send.result()
+
+    def recv(self, peer: Any, source: int, out: Any, tag: int, timeout: float | None) -> Status:
+        view = writable(out)
+        if not ANY_TAG <= tag <= MAX_TAG:
+            raise _bad_tag(tag)
+        receive = self._receive("recv from", peer, source, view, tag, False, timeout)
+        return receive.complete()  # type: ignore[no-any-return]
+
+    def irecv(self, peer: Any, source: int, out: Any, tag: int, timeout: float | None) -> Work[Status]:
+        view = writable(out)
+        if not ANY_TAG <= tag <= MAX_TAG:
+            raise _bad_tag(tag)
+        receive = self._receive("recv from", peer, source, view, tag, False, timeout)
+        receive.post()
+        return receive
+
+    def recv_object(self, peer: Any, source: int, tag: int, timeout: float | None) -> Any:
+        if not ANY_TAG <= tag <= MAX_TAG:
+            raise _bad_tag(tag)
+        receive = self._receive("recv_object from", peer, source, None, tag, True, timeout)
+        receive.complete()
+        return codec.decode(receive.payload, allow_pickle=self._hub.config.allow_pickle)
+
+    def sendrecv(
+        self, to: Router, peer: Any, source: int, data: Any, out: Any, tag: int, recv_tag: int, timeout: float | None
+    ) -> Status:
+        """Post the receive, send, then wait for the receive: both sides may do so at once without a deadlock."""
+        receive = self.irecv(peer, source, out, recv_tag, timeout)
+        try:
+            self.send(to, data, tag, timeout)
+        except BaseException:
+            receive.cancel()
+            raise
+        return receive.result()
+
+    def probe(self, peer: Any, source: int, tag: int, timeout: float | None) -> Status:
+        if not ANY_TAG <= tag <= MAX_TAG:
+            raise _bad_tag(tag)
+        timeout = self._timeout if timeout is None else timeout
+        return Probe(self._hub, "probe of", peer, self._group, source, tag, self._sources, timeout).complete()
+
+    def iprobe(self, source: int, tag: int) -> Status | None:
+        if not ANY_TAG <= tag <= MAX_TAG:
+            raise _bad_tag(tag)
+        with self._hub.engine:
+            self._hub.check_open()
+            self._hub.engine.turn()
+            message = self._hub.matcher.peek(self._group, source, tag)
+        return None if message is None else Status(self._sources.get(message.source), message.match_tag, message.nbytes)
+
+    def signal(self, router: Router, tag: int, timeout: float | None) -> None:
+        """An empty message under a tag of our own."""
+        send = router.outbound.send(self._group, tag, 0, [], 0, self._timeout if timeout is None else timeout)
+        if send is not None:
+            send.result()
+
+    def await_signal(self, op: str, peer: Any, source: int, tag: int, timeout: float | None) -> None:
+        self._receive(op, peer, source, EMPTY, tag, False, timeout).complete()
+
+    def _receive(
+        self, op: str, peer: Any, source: int, view: memoryview | None, tag: int, wants_object: bool, timeout: float | None
+    ) -> Receive:
+        return Receive(
+            self._hub,
+            op,
+            self._anyone if peer is None else peer,
+            self._group,
+            source,
+            tag,
+            view,
+            wants_object,
+            self._sources,
+            self._timeout if timeout is None else timeout,
+        )
+
+
+def _bad_tag(tag: int) -> UsageError:
+    return UsageError(f"{tag} is not a tag: tags are integers from 0 to {MAX_TAG}, and ANY_TAG for receives. Choose one of those.")

@@ -1,0 +1,319 @@
+"""The sending half of a conversation. All methods need the engine's lock; `send` takes it itself.
+
+Order of a lane is the order of the stream: a message is put on the wire, eagerly or as an announcement, in the order of the calls.
+Once a send has to wait (for a connection, or for room to announce), later ones wait behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
+from rankmesh.endpoint.transfers import Send, SendState
+from rankmesh.errors import BusyError, ProtocolError, UsageError
+from rankmesh.wire.credit import OVERHEAD, CreditOut
+from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Flag, Kind, pack
+from rankmesh.wire.messages import Control, Identity, encode
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.router import PeerRouter
+    from rankmesh.transport.base import Link
+
+_pack = HEADER.pack
+_EAGER: Final = int(Kind.EAGER)
+RPC: Final = int(Flag.REQUEST | Flag.REPLY)
+
+#: Up to this size header and payload are joined into one buffer: cheaper than a gathering system call.
+JOIN_BYTES: Final = 16 * 1024
+#: Bytes read or written for one connection before the others get their turn.
+TURN_BYTES: Final = 4 * 1024 * 1024
+#: What a waiting or announced send costs in bookkeeping, for the bound on them.
+SEND_COST: Final = 512
+#: Announcements a sender may have open at its peer: each costs about SEND_COST bytes there.
+MAX_ANNOUNCED: Final = 65_536
+
+
+class Outbound:
+    """What goes to one peer."""
+
+    def __init__(self, router: PeerRouter) -> None:
+        self._router = router
+        self._config = router.hub.config
+        self._link: Link | None = None
+        self._queue = OutQueue()
+        self._waiting: deque[Send] = deque()
+        self._announced: dict[int, Send] = {}
+        self._last_ident = 0
+        self._blocked = False
+        #: While the other side is asked whether the connection may be closed, nothing is sent on it.
+        self.paused = False
+        self.frames = 0
+        self.bytes = 0
+        #: Set by traffic, cleared by the heartbeat.
+        self.spoke = False
+
+    def attach(self, link: Link, remote: Identity) -> None:
+        self._link = link
+        self._remote = remote
+        self._link_send = link.send
+        self._link_sendmsg = link.sendmsg
+        self._eager_limit = min(self._config.eager_bytes, remote.eager_bytes)
+        self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
+        self._blocked = self.paused = False
+        self.spoke = True
+        self.advance()
+
+    def detach(self) -> None:
+        self._link = None
+        self._queue.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Everything that was started has left this process."""
+        return not (self._queue or self._waiting or self._announced)
+
+    @property
+    def blocked(self) -> bool:
+        """The link took no more; it is watched for writing."""
+        return self._blocked
+
+    def new_ident(self) -> int:
+        self._last_ident += 1
+        return self._last_ident
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float) -> Send | None:
+        """Send a message. None: it has left and the buffers are free; otherwise the Send that has to be waited for.
+
+        Takes the lock. This is the hot path: one lock, one join, one system call.
+        """
+        engine = self._router.engine
+        engine.acquire()
+        try:
+            if (
+                self._link is not None
+                and nbytes <= self._eager_limit
+                and not self._queue
+                and not self._waiting
+                and not self.paused
+                and self._credit.take((group, tag), nbytes + OVERHEAD)
+            ):
+                return self._send_now(group, tag, flags, parts, nbytes, timeout)
+            send = Send(self._router, "send to", group, tag, flags, parts, nbytes, timeout)
+            self.start(send)
+            return None if send.finished else send
+        finally:
+            engine.release()
+
+    def _send_now(self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float) -> Send | None:
+        header = _pack(VERSION, _EAGER, flags, group, tag, 0, nbytes, 0)
+        try:
+            if nbytes <= JOIN_BYTES:
+                sent = self._link_send(b"".join((header, *parts)))
+            else:
+                sent = self._link_sendmsg((header, *parts))
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._router.broken(error)
+            raise self._router.lost_error("send to", tag) from error
+        self.spoke = True
+        self.frames += 1
+        self.bytes += nbytes
+        if sent == HEADER_BYTES + nbytes:
+            return None
+        send = Send(self._router, "send to", group, tag, flags, parts, nbytes, timeout)
+        send.state = SendState.EAGER
+        frame = Frame([header, *parts], HEADER_BYTES + nbytes, send, nbytes)
+        frame.advance(sent)
+        self._queue.resume(frame)
+        self._watch_writes(True)
+        return send
+
+    def start(self, send: Send) -> None:
+        """Put a send on its way, or behind those that wait."""
+        if self._router.gone:
+            raise self._router.lost_error(send.op, send.tag)
+        self._check_size(send)
+        if self.bookkeeping >= self._config.send_queue_bytes:
+            raise BusyError(
+                f"{len(self._waiting) + len(self._announced)} sends to {self._router.peer} wait already, as many as "
+                f"Config.send_queue_bytes ({self._config.send_queue_bytes}) allows."
+            )
+        if self._link is None:
+            self._waiting.append(send)
+            self._router.hub.want_link(self._router)
+        elif self._waiting or self.paused or not self._frame(send):
+            self._waiting.append(send)
+        else:
+            self.flush()
+
+    @property
+    def bookkeeping(self) -> int:
+        return (len(self._waiting) + len(self._announced)) * SEND_COST
+
+    def _check_size(self, send: Send) -> None:
+        """Refuse what the other side would refuse, before a byte is sent."""
+        rpc = bool(send.flags & RPC)
+        limit = self._config.max_rpc_bytes if rpc else self._config.max_message_bytes
+        if self._link is not None:
+            limit = min(limit, self._remote.max_rpc if rpc else self._remote.max_message)
+        if send.nbytes > limit:
+            raise UsageError(
+                f"{send.nbytes} bytes for {self._router.peer} exceed the limit of {limit}. "
+                f"Send less at once, or raise Config.{'max_rpc_bytes' if rpc else 'max_message_bytes'} on both sides."
+            )
+
+    def _frame(self, send: Send) -> bool:
+        """Frame a send as eager or as an announcement. False: neither is possible now."""
+        rpc = send.flags & RPC
+        tag = send.tag or 0
+        lane = Lane.RPC if rpc else Lane.MESSAGE
+        if send.nbytes <= self._eager_limit and (rpc or self._credit.take((send.group, tag), send.nbytes + OVERHEAD)):
+            send.state = SendState.EAGER
+            kind = Kind.REQUEST if rpc & Flag.REQUEST else Kind.REPLY if rpc else Kind.EAGER
+            header = pack(kind, send.flags, send.group, tag, 0, send.nbytes)
+            self._queue.push(lane, Frame([header, *send.parts], HEADER_BYTES + send.nbytes, send, send.nbytes))
+        elif len(self._announced) < MAX_ANNOUNCED:
+            send.ident = self.new_ident()
+            send.state = SendState.ANNOUNCED
+            self._announced[send.ident] = send
+            header = pack(Kind.ANNOUNCE, send.flags, send.group, tag, send.ident, 0, send.nbytes)
+            self._queue.push(lane, Frame([header], HEADER_BYTES))
+        else:
+            return False
+        self.frames += 1
+        self.bytes += send.nbytes
+        return True
+
+    def advance(self) -> None:
+        """Let go what waited, as far as it goes."""
+        while self._waiting and self._link is not None and not self.paused:
+            send = self._waiting[0]
+            try:
+                self._check_size(send)
+            except UsageError as error:  # the other side allows less than we do
+                self._waiting.popleft().fail(error)
+                continue
+            if not self._frame(send):
+                break
+            self._waiting.popleft()
+        self.flush()
+
+    def withdraw(self, send: Send) -> None:
+        """A send is given up: from now on its buffers are not read."""
+        if send.state is SendState.WAITING:
+            self._waiting.remove(send)
+        elif send.state is SendState.EAGER:
+            if self._queue.withdraw(send) and not send.flags & RPC:
+                self._credit.give_back((send.group, send.tag or 0), send.nbytes + OVERHEAD)
+        elif send.state is SendState.ANNOUNCED:
+            send.state = SendState.WITHDRAWN
+            self.control(Kind.WITHDRAW, send.ident)
+        elif send.state is SendState.MOVING:
+            self._stop_moving(send)
+
+    def _stop_moving(self, send: Send) -> None:
+        self._queue.withdraw(send)
+        self._announced.pop(send.ident, None)
+        self.control(Kind.ABORT, send.ident, Lane.MESSAGE)
+
+    def done(self, send: Send) -> None:
+        """The last byte of a send has left."""
+        if send.ident and self._announced.pop(send.ident, None) is not None and self._waiting:
+            self.advance()
+
+    def abandon(self) -> list[Send]:
+        """Forget every send and return them: the peer is gone."""
+        sends = {*self._waiting, *self._announced.values(), *self._queue.owners()}
+        self._waiting.clear()
+        self._announced.clear()
+        self._queue.clear()
+        return [send for send in sends if not send.finished]
+
+    # ------------------------------------------------------------------ what the other side answers
+
+    def on_credit(self, payload: memoryview) -> None:
+        self._credit.returned(payload)
+        if self._waiting:
+            self.advance()
+
+    def on_grant(self, ident: int) -> None:
+        send = self._announced.get(ident)
+        if send is None or send.state is SendState.MOVING:
+            raise ProtocolError(f"a grant for transfer {ident}, which is not announced", reason="unknown transfer")
+        if send.state is SendState.WITHDRAWN:
+            del self._announced[ident]  # they crossed; the receiver reads the WITHDRAW after its GRANT
+            return
+        send.state = SendState.MOVING
+        if not send.nbytes:
+            send.frame_sent(0)
+        else:
+            self._queue.push_bulk(send)
+            self.flush()
+
+    def on_refuse(self, ident: int) -> None:
+        """The receiver does not want the bytes (any more): the message counts as received, or was withdrawn."""
+        send = self._announced.get(ident)
+        if send is None:
+            return  # its last byte and the refusal crossed
+        if send.state is SendState.MOVING:
+            self._stop_moving(send)
+        self._announced.pop(ident, None)
+        if not send.finished:
+            send.finish(None)
+        self.advance()
+
+    # ------------------------------------------------------------------ frames of our own
+
+    def control(self, kind: Kind, ident: int, lane: Lane = Lane.CONTROL) -> None:
+        if self._link is not None:
+            self._queue.push(lane, Frame([pack(kind, ident=ident)], HEADER_BYTES))
+            self.flush()
+
+    def payload(self, kind: Kind, payload: bytes, lane: Lane = Lane.CONTROL) -> None:
+        if self._link is not None:
+            header = pack(kind, nbytes=len(payload))
+            self._queue.push(lane, Frame([header + payload], HEADER_BYTES + len(payload)))
+            self.flush()
+
+    def message(self, message: Control, kind: Kind = Kind.CONTROL, lane: Lane = Lane.CONTROL) -> None:
+        self.payload(kind, encode(message), lane)
+
+    def ping(self) -> None:
+        """Show life, unless something is about to go out anyway."""
+        if not self._queue:
+            self.control(Kind.PING, 0)
+
+    # ------------------------------------------------------------------ the link
+
+    def flush(self) -> None:
+        """Hand to the link what it takes."""
+        budget = TURN_BYTES
+        while self._link is not None:
+            buffers = self._queue.commit()
+            if not buffers:
+                self._watch_writes(False)
+                return
+            try:
+                sent = self._link_sendmsg(buffers) if len(buffers) > 1 else self._link_send(buffers[0])
+            except BlockingIOError:
+                self._watch_writes(True)
+                return
+            except OSError as error:
+                self._router.broken(error)
+                return
+            self.spoke = True
+            self._queue.advance(sent)
+            budget -= sent
+            if budget <= 0:
+                self._watch_writes(True)  # readiness brings us back, after the others
+                return
+
+    def _watch_writes(self, wanted: bool) -> None:
+        if self._blocked != wanted and self._link is not None:
+            self._blocked = wanted
+            self._link.wants_write(wanted)
+            self._router.engine.modify(self._link.fileno(), self._link.poll_mask())

@@ -1,0 +1,538 @@
+"""The progress engine: who reads the sockets, and when.
+
+One engine per endpoint, one lock per engine. All state of an endpoint (matching, credit, queues) is guarded by `lock`; a public
+call takes it once, and I/O happens under it in bounded pieces. The rules:
+
+1. **The waiter drives.** At most one thread, the leader, polls. A thread that waits for its own Work becomes the leader if
+   there is none, and does the reading itself: no other thread has to be woken to tell it that its data came.
+2. **Followers.** Further waiters sleep on a lock of their own. Completing their Work wakes them; a leader that leaves wakes one
+   of them to lead.
+3. **The background thread** leads when no one waits, so that heartbeats, grants and requests are served while user code
+   computes. It never takes the lead right after a waiter left (the next wait is usually microseconds away, and two threads
+   fighting for the GIL cost more than the message): it looks every NAP seconds, and leads once nobody has driven since its last
+   look. A waiter takes the lead from it without asking: the background thread may still sit in epoll then, finds on return that
+   it no longer leads, and goes back to napping. While a waiter sleeps in epoll for long, the background thread is parked and costs nothing.
+4. **Poll, then block.** A leader polls for `spin` seconds before it sleeps in the kernel, as long as that lately paid off (`Spin`).
+5. **Fairness.** Python's locks are unfair. Whoever finds the lock taken says so in `contenders`; a leader that sees contenders stops
+   polling, and a caller that sees them steps aside for a moment after its call.
+
+Handlers, timers and `Work._finish` run with the lock held and must not block. Users' callbacks run without it (`defer`).
+Readiness is level-triggered, so an event that a deposed leader ignored is seen by the next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import math
+import os
+import select
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from time import monotonic, perf_counter, sleep
+from typing import TYPE_CHECKING, Final, Protocol
+
+from rankmesh.errors import ClosedError
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.work import Parker
+
+logger = logging.getLogger("rankmesh")
+
+#: Seconds between the background thread's looks while others drive: how late progress may be after the last waiter left.
+NAP: Final = 0.001
+#: Seconds a caller steps aside for when other threads wait for the lock.
+STEP_ASIDE: Final = 20e-6
+#: A poll that took this long was kept from the GIL by other threads: polling only disturbs them.
+SLOW_POLL: Final = 0.002
+
+Handler = Callable[[int], None]
+
+
+class Waited(Protocol):
+    """What a thread waits for."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    parker: Parker | None
+
+
+class Until:
+    """Waits for a condition, looked at whenever something happened."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+        self.parker: Parker | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._condition()
+
+
+class Backlogged(Protocol):
+    """A connection with frames that were read and not yet looked at, because the leader already had what it wanted."""
+
+    def work_off(self) -> None: ...
+
+
+class Timer:
+    """A callback due at a time; `cancel()` makes it do nothing."""
+
+    __slots__ = ("callback", "when")
+
+    def __init__(self, when: float, callback: Callable[[], None]) -> None:
+        self.when = when
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class Spin:
+    """Decides whether polling pays off. A wait that polling did not satisfy makes the next ones skip it: 1, 2, 4 … up to
+    MOST waits; one that it did satisfy forgives all. So a core is not burnt where the other side cannot run, and polling comes
+    back by itself when traffic does."""
+
+    MOST: Final = 128
+
+    __slots__ = ("_misses", "_skip", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._misses = 0
+        self._skip = 0
+
+    def worthwhile(self) -> bool:
+        if self._skip:
+            self._skip -= 1
+            return False
+        return self.seconds > 0
+
+    def hit(self) -> None:
+        self._misses = 0
+
+    def miss(self) -> None:
+        self._misses = min(2 * self._misses or 1, self.MOST)
+        self._skip = self._misses
+
+
+class _Waker:
+    """Stands in for a sleeping leader's lock: releasing it ends the leader's epoll."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def release(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def locked(self) -> bool:
+        return True
+
+    def clear(self, _mask: int) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:  # another leader cleared it first
+            pass
+
+
+class _ForkedLock:
+    """Takes the lock's place in a forked child: every use of the object there ends here."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        raise ClosedError("this object belongs to the parent process and cannot be used after fork(). Make a new one in the child.")
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held."""
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Engine:
+    """See the module's text. Methods need the lock unless they say otherwise."""
+
+    def __init__(self, name: str, spin: float) -> None:
+        self.lock: threading.Lock | _ForkedLock = threading.Lock()
+        self.contenders: deque[None] = deque()
+        #: The Work whose waiter leads; None if nobody does; the engine's own marker if the background thread does.
+        self.leader: object | None = None
+        self.closed = False
+        self.backlog: deque[Backlogged] = deque()
+        self.name = name
+        self._epoll = select.epoll()
+        self._poll = self._epoll.poll
+        self._handlers: dict[int, Handler] = {}
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._next_timer = math.inf
+        self._deferred: deque[Callable[[], None]] = deque()
+        self._followers: dict[Waited, threading.Lock] = {}
+        self._spin = Spin(spin)
+        self._waker = _Waker()
+        self._drives = 0
+        self._nap_lock = threading.Lock()
+        self._nap_lock.acquire()
+        self._parked = False
+        self._urgent = False
+        self._background_marker = _Background()
+        self.watch(self._waker.fd, select.EPOLLIN, self._waker.clear)
+        self._thread = threading.Thread(target=self._background, name=f"rankmesh-{name}", daemon=True)
+        _engines.add(self)
+
+    def start(self) -> None:
+        """Start the background thread. Without the lock."""
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the lock
+
+    def acquire(self) -> None:
+        """Take the lock fairly: whoever holds it learns that someone waits."""
+        if not self.lock.acquire(False):
+            self.contenders.append(None)
+            try:
+                self.lock.acquire()
+            finally:
+                self.contenders.pop()
+
+    def release(self) -> None:
+        """Give the lock back, run what was deferred, and let others have it first if they wait."""
+        self.lock.release()
+        if self._deferred:
+            self._run_deferred()
+        if self.contenders:
+            sleep(STEP_ASIDE)
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    # ------------------------------------------------------------------ what is watched
+
+    def watch(self, fd: int, mask: int, handler: Handler) -> None:
+        self._epoll.register(fd, mask)
+        self._handlers[fd] = handler
+
+    def modify(self, fd: int, mask: int) -> None:
+        self._epoll.modify(fd, mask)
+
+    def unwatch(self, fd: int) -> None:
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        timer = Timer(when, callback)
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+        if when < self._next_timer:
+            self._next_timer = when
+            self._waker.release()
+        return timer
+
+    def defer(self, callback: Callable[[], None]) -> None:
+        """Run a user's callback soon, without the lock."""
+        self._deferred.append(callback)
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any thread."""
+        with self:
+            if not self.closed:
+                self.call_at(0.0, callback)
+                self.wake_background()
+
+    def kick(self) -> None:
+        """Somebody waits who cannot drive (asyncio, a callback): the background thread should lead now. Without the lock."""
+        with self:
+            self.wake_background()
+
+    # ------------------------------------------------------------------ waiting
+
+    def drive(self, work: Waited, deadline: float) -> None:
+        """Return when `work` is done or the deadline has passed."""
+        if self.leader is not None and self.leader is not self._background_marker:
+            self._follow(work, deadline)
+        else:
+            self._lead(work, deadline)
+
+    def _lead(self, work: Waited, deadline: float) -> None:
+        self.leader = work
+        try:
+            if self.backlog:
+                self._work_off_backlog()
+            if not work.finished and not (self._spin.worthwhile() and self._poll_for(work)):
+                self._block(work, deadline)
+        finally:
+            if self.leader is work:
+                self._resign()
+
+    def _resign(self) -> None:
+        self.leader = None
+        self._drives += 1
+        if self._followers:
+            self._promote()
+        elif self._parked:
+            self.wake_background(urgent=False)
+
+    def _poll_for(self, work: Waited) -> bool:
+        """Poll until `work` is done. False: it was in vain."""
+        poll = self._poll
+        end = perf_counter() + self._spin.seconds
+        while True:
+            events = poll(0)
+            if events:
+                self._dispatch(events)
+                if work.finished:
+                    self._spin.hit()
+                    return True
+                end = perf_counter() + self._spin.seconds
+            now = perf_counter()
+            if now >= end:
+                self._spin.miss()
+                return False
+            if self.contenders:
+                return False
+
+    def _block(self, work: Waited, deadline: float) -> None:
+        while not work.finished:
+            now = monotonic()
+            if now >= self._next_timer:
+                self._run_timers(now)
+                continue
+            if now >= deadline:
+                return
+            if self._deferred:
+                self._step_out(work, deadline)
+                return
+            work.parker = self._waker
+            self.lock.release()
+            try:
+                events = self._poll(_poll_timeout(min(deadline, self._next_timer) - now))
+            finally:
+                self.acquire()
+                work.parker = None
+            self._dispatch(events)
+
+    def _step_out(self, work: Waited, deadline: float) -> None:
+        """Run users' callbacks without leading: one that waits itself must find the lead free."""
+        self._resign()
+        self.lock.release()
+        try:
+            self._run_deferred()
+        finally:
+            self.acquire()
+        if not work.finished:
+            self.drive(work, deadline)
+
+    def _follow(self, work: Waited, deadline: float) -> None:
+        parker = threading.Lock()
+        parker.acquire()
+        work.parker = parker
+        self._followers[work] = parker
+        try:
+            while not work.finished:
+                remaining = deadline - monotonic()
+                if remaining <= 0:
+                    return
+                self.lock.release()
+                try:
+                    if self._deferred:
+                        self._run_deferred()
+                    parker.acquire(timeout=min(remaining, threading.TIMEOUT_MAX))
+                finally:
+                    self.acquire()
+                if not work.finished and (self.leader is None or self.leader is self._background_marker):
+                    break
+        finally:
+            del self._followers[work]
+            work.parker = None
+        if not work.finished:
+            self._lead(work, deadline)
+
+    def _promote(self) -> None:
+        for work, parker in self._followers.items():
+            if not work.finished:
+                if parker.locked():
+                    parker.release()
+                return
+
+    # ------------------------------------------------------------------ what a leader does
+
+    def turn(self) -> None:
+        """Look once at what is there, without waiting."""
+        if self.leader is None or self.leader is self._background_marker:
+            if self.backlog:
+                self._work_off_backlog()
+            self._dispatch(self._poll(0))
+
+    def _dispatch(self, events: list[tuple[int, int]]) -> None:
+        handlers = self._handlers
+        for fd, mask in events:
+            handler = handlers.get(fd)
+            if handler is not None:
+                handler(mask)
+
+    def _work_off_backlog(self) -> None:
+        for _ in range(len(self.backlog)):
+            self.backlog.popleft().work_off()
+
+    def _run_timers(self, now: float) -> None:
+        timers = self._timers
+        while timers and timers[0][0] <= now:
+            timer = heapq.heappop(timers)[2]
+            if timer.callback is not None:
+                timer.callback()
+        while timers and timers[0][2].callback is None:
+            heapq.heappop(timers)
+        self._next_timer = timers[0][0] if timers else math.inf
+
+    def _run_deferred(self) -> None:
+        """Users' callbacks, without the lock. One that raises is logged and spoils nothing else."""
+        while self._deferred:
+            try:
+                callback = self._deferred.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                callback()
+            except Exception:  # a user's code: anything may come
+                logger.exception("A callback of a Work raised.")
+
+    # ------------------------------------------------------------------ the background thread
+
+    def _background(self) -> None:
+        seen_drives, seen_leader = -1, None
+        while True:
+            self.acquire()
+            try:
+                if self.closed:
+                    return
+                if self.leader is None:
+                    if self._urgent or self._drives == seen_drives:
+                        self._urgent = False
+                        self._lead_in_background()
+                    seen_drives, seen_leader = self._drives, None
+                elif self.leader is seen_leader:
+                    self._parked = True  # a long wait: its leader wakes us when it leaves
+                else:
+                    seen_leader = self.leader
+                now = monotonic()
+                if now >= self._next_timer and self.leader is None:
+                    self._run_timers(now)
+                parked = self._parked
+                if self.closed:
+                    return
+            finally:
+                self.lock.release()
+            if self._deferred:
+                self._run_deferred()
+                continue
+            self._nap_lock.acquire(timeout=-1 if parked else NAP)
+            self._parked = False
+
+    def _lead_in_background(self) -> None:
+        marker = self._background_marker
+        self.leader = marker
+        try:
+            while self.leader is marker and not self.closed:
+                if self.backlog:
+                    self._work_off_backlog()
+                now = monotonic()
+                if now >= self._next_timer:
+                    self._run_timers(now)
+                    continue
+                if self._deferred:
+                    return  # users' callbacks run while nobody leads
+                if self._spin.worthwhile() and self._poll_in_background():
+                    continue
+                self.lock.release()
+                try:
+                    events = self._poll(_poll_timeout(self._next_timer - now))
+                finally:
+                    self.acquire()
+                if self.leader is marker:
+                    self._dispatch(events)
+        finally:
+            if self.leader is marker:
+                self.leader = None
+
+    def _poll_in_background(self) -> bool:
+        """Poll for the next event after one was served. The lock is free between polls: user threads come first."""
+        end = perf_counter() + self._spin.seconds
+        while True:
+            began = perf_counter()
+            self.lock.release()
+            try:
+                events = self._poll(0)
+            finally:
+                self.acquire()
+            if self.leader is not self._background_marker or self.closed:
+                return True
+            if events:
+                self._dispatch(events)
+                self._spin.hit()
+                return True
+            now = perf_counter()
+            if now >= end or now - began > SLOW_POLL:
+                self._spin.miss()
+                return False
+
+    def wake_background(self, urgent: bool = True) -> None:
+        """End the background thread's nap; `urgent`: it shall lead at once if nobody does."""
+        self._urgent = self._urgent or urgent
+        if self._nap_lock.locked():
+            self._nap_lock.release()
+
+    # ------------------------------------------------------------------ the end
+
+    def stop(self) -> None:
+        """End the background thread and free the descriptors. Without the lock; the caller has closed what was watched."""
+        with self:
+            if self.closed:
+                return
+            self.closed = True
+            self._waker.release()
+            self.wake_background()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self:
+            self._epoll.close()
+            os.close(self._waker.fd)
+            _engines.discard(self)
+
+    def forked(self) -> None:
+        """In a forked child: give up our copies of the descriptors, and nothing else."""
+        self.lock = _ForkedLock()
+        self.closed = True
+        self._epoll.close()
+        for fd in list(self._handlers):
+            os.close(fd)
+        self._handlers.clear()
+
+
+class _Background:
+    """The background thread's mark as the leader: a Work that is never finished."""
+
+    finished = False
+
+
+def _poll_timeout(seconds: float) -> float:
+    """epoll takes milliseconds in an int: an endless wait becomes a long one."""
+    return min(max(seconds, 0.0), 3600.0)
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        engine.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,286 @@
+"""PeerRouter: the conversation with one peer, whatever connection carries it. All methods need the engine's lock.
+
+A router outlives its connections: it is made with the peer, a link is attached when there is one, and quiet links are let go by
+agreement (idle) and made again on demand; nothing can be lost or doubled that way. A connection that breaks is another
+matter: what was under way may or may not have arrived, so the peer is gone, and everything that needs it fails with PeerLost.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from rankmesh.endpoint.inbound import Inbound
+from rankmesh.endpoint.lanes import Lane
+from rankmesh.endpoint.outbound import Outbound
+from rankmesh.endpoint.transfers import Send
+from rankmesh.endpoint.work import Work
+from rankmesh.errors import ConnectError, PeerError, PeerLost, ProtocolError, RankmeshError
+from rankmesh.wire.header import Flag, Kind
+from rankmesh.wire.messages import Control, Goodbye, IdleAnswer, IdleAsk, Identity
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.hub import Hub
+    from rankmesh.endpoint.loopback import Loopback
+    from rankmesh.endpoint.peer import Peer
+    from rankmesh.transport.base import Link
+
+logger = logging.getLogger("rankmesh")
+
+_OUT: Final = select.EPOLLOUT
+
+
+class Reply:
+    """What came back for a request: its payload, and whether it tells of a failure."""
+
+    __slots__ = ("failed", "payload")
+
+    def __init__(self, payload: memoryview, failed: bool) -> None:
+        self.payload = payload
+        self.failed = failed
+
+
+class Request(Work[Reply]):
+    """A request waiting for its reply."""
+
+    __slots__ = ("_router", "ident")
+
+    def __init__(self, router: PeerRouter, op: str, ident: int, timeout: float) -> None:
+        super().__init__(router.engine, op, router.peer, None, timeout)
+        self._router = router
+        self.ident = ident
+
+    def _give_up(self, error: RankmeshError) -> None:
+        self._router.requests.pop(self.ident, None)
+        self.fail(error)
+
+
+class PeerRouter:
+    """See the module's text."""
+
+    def __init__(self, hub: Hub, peer: Peer, index: int) -> None:
+        self.hub = hub
+        self.engine = hub.engine
+        self.peer = peer
+        #: The peer's number in this endpoint: the source of its messages.
+        self.index = index
+        self.link: Link | None = None
+        #: Why the peer is gone for good; empty while it is not.
+        self.gone = ""
+        #: Kept open although it is quiet.
+        self.pinned = False
+        self.requests: dict[int, Request] = {}
+        self.outbound = Outbound(self)
+        self.inbound = Inbound(self)
+        self.last_heard = 0.0
+        self._last_spoke = 0.0
+        self._last_traffic = 0.0
+        self._traffic = -1
+
+    # ------------------------------------------------------------------ the connection
+
+    def attach(self, link: Link, remote: Identity, now: float) -> None:
+        """A connection is there: what waited goes out."""
+        self.link = link
+        self.last_heard = self._last_spoke = self._last_traffic = now
+        self.inbound.attach(link)
+        self.engine.watch(link.fileno(), link.poll_mask(), self.ready)
+        self.outbound.attach(link, remote)
+
+    def _release_link(self, abort: bool) -> None:
+        link, self.link = self.link, None
+        if link is not None:
+            self.engine.unwatch(link.fileno())
+            if abort:
+                link.abort()
+            else:
+                link.close()
+
+    def ready(self, mask: int) -> None:
+        """The link can do something."""
+        link = self.link
+        if link is None:
+            return
+        if self.outbound.blocked and (mask & _OUT or not link.poll_mask() & _OUT):
+            self.outbound.flush()
+        if mask & ~_OUT and self.link is not None:
+            try:
+                self.inbound.read()
+            except ProtocolError as error:
+                logger.warning("Closing the connection with %s: %s.", self.peer, error.message)
+                self.lose(f"it broke the protocol ({error.message})")
+
+    def work_off(self) -> None:
+        """Go on with frames that were read but not yet looked at."""
+        self.ready(select.EPOLLIN)
+
+    # ------------------------------------------------------------------ liveness
+
+    def heartbeat(self, now: float) -> None:
+        """Called a few times per interval: show life, look for it, and let quiet connections go."""
+        config = self.hub.config
+        if self.inbound.heard:
+            self.inbound.heard = False
+            self.last_heard = now
+        elif now - self.last_heard > config.heartbeat_timeout:
+            self.lose(f"it has been silent for {now - self.last_heard:.1f} s")
+            return
+        if self.outbound.spoke:
+            self.outbound.spoke = False
+            self._last_spoke = now
+        elif now - self._last_spoke >= 0.75 * config.heartbeat_interval:
+            self.outbound.ping()
+        traffic = self.inbound.frames + self.outbound.frames
+        if traffic != self._traffic:
+            self._traffic = traffic
+            self._last_traffic = now
+        elif now - self._last_traffic > config.idle_timeout and self._quiet() and not self.outbound.paused:
+            self.outbound.message(IdleAsk())
+            self.outbound.paused = True
+
+    def _quiet(self) -> bool:
+        """Nothing is under way in either direction, and nobody here waits for this peer."""
+        return (
+            not self.pinned
+            and self.outbound.idle
+            and self.inbound.idle
+            and not self.requests
+            and not self.hub.matcher.posted(source=self.index)
+        )
+
+    def on_control(self, message: Control) -> None:
+        match message:
+            case Goodbye(reason):
+                self.lose(reason or "it closed its endpoint", left=True)
+            case IdleAsk():
+                agreed = self.outbound.paused or self._quiet()
+                self.outbound.message(IdleAnswer(agreed))
+                if agreed:
+                    self._rest()
+            case IdleAnswer(agreed):
+                self.outbound.paused = False
+                if agreed:
+                    self._rest()
+                else:
+                    self.outbound.advance()
+            case _:
+                self.hub.on_control(self.peer, message)
+
+    def _rest(self) -> None:
+        """Let the quiet connection go; the next operation makes a new one."""
+        self._release_link(abort=False)
+        self.inbound.detach()
+        self.outbound.detach()
+        if not self.outbound.idle:
+            self.hub.want_link(self)
+
+    # ------------------------------------------------------------------ RPC
+
+    def request(self, service: int, parts: list[memoryview], nbytes: int, op: str, timeout: float) -> Request:
+        """Ask the peer's `service`."""
+        request = Request(self, op, self.outbound.new_ident(), timeout)
+        self.outbound.start(Send(self, op, service, request.ident, int(Flag.REQUEST), parts, nbytes, timeout))
+        self.requests[request.ident] = request
+        return request
+
+    def reply(self, ident: int, parts: list[memoryview], nbytes: int, failed: bool = False) -> None:
+        """Answer a request. A peer that is gone needs no answer."""
+        if not self.gone:
+            flags = Flag.REPLY | Flag.ERROR if failed else Flag.REPLY
+            self.outbound.start(Send(self, "reply to", 0, ident, int(flags), parts, nbytes, self.hub.config.timeout))
+
+    def on_rpc(self, flags: int, service: int, ident: int, payload: memoryview) -> None:
+        """A request or a reply is here. `payload` is valid during the call only."""
+        if flags & Flag.REQUEST:
+            self.hub.on_request(self, service, ident, payload)
+            return
+        request = self.requests.pop(ident, None)
+        if request is not None:  # else it was given up, and the reply is late
+            request.finish(Reply(memoryview(bytes(payload)), bool(flags & Flag.ERROR)))
+
+    # ------------------------------------------------------------------ the end
+
+    def broken(self, error: OSError) -> None:
+        """The link failed."""
+        reset = isinstance(error, ConnectionResetError | BrokenPipeError)
+        self.lose("its connection was closed" if reset else f"its connection failed ({error.strerror or error})")
+
+    def ended(self, at_boundary: bool) -> None:
+        """The stream ended without a goodbye, unless it was agreed to end."""
+        if self.outbound.paused and at_boundary:
+            self.outbound.paused = False
+            self._rest()
+        else:
+            self.lose("its connection was closed" if at_boundary else "its connection was closed in the middle of a frame")
+
+    def lose(self, reason: str, left: bool = False) -> None:
+        """The peer is gone: everything that needs it fails now."""
+        if self.gone:
+            return
+        self.gone = reason
+        self._release_link(abort=not left)
+        self.hub.lost(self, left)
+        self._fail_all(self.lost_error)
+
+    def superseded(self) -> None:
+        """The peer opened a new connection: the old one, if any, is stale."""
+        if self.outbound.paused:
+            self.outbound.paused = False
+            self._rest()
+        elif self.link is not None:
+            self.lose("it connected anew")
+
+    def unreachable(self, error: PeerError) -> None:
+        """No connection could be made: what waits for one fails, and the next operation tries again."""
+
+        def connect_error(op: str, tag: int | None) -> PeerError:
+            return ConnectError(
+                error.message, **{**error.__dict__, "message": error.message, **self.peer.attributes(), "op": op, "tag": tag}
+            )
+
+        self._fail_all(connect_error)
+
+    def free(self, make_error: Callable[[str, int | None], RankmeshError]) -> None:
+        """The endpoint is closed."""
+        self._release_link(abort=True)
+        self._fail_all(make_error)
+
+    def _fail_all(self, make_error: Callable[[str, int | None], RankmeshError]) -> None:
+        landing = self.inbound.detach()
+        posted = self.hub.waiting_for(self.index)
+        sends = self.outbound.abandon()
+        self.outbound.detach()
+        requests, self.requests = list(self.requests.values()), {}
+        for work in (*landing, *posted, *sends, *requests):
+            work.fail(make_error(work.op, work.tag))
+
+    def lost_error(self, op: str, tag: int | None) -> PeerLost:
+        during = f" during {op} it" + (f", tag {tag}" if tag is not None else "")
+        return PeerLost(
+            f"{self.peer} is lost: {self.gone}{',' if op else ''}{during if op else ''}.",
+            **self.peer.attributes(),
+            op=op,
+            tag=tag,
+            reason=self.gone,
+        )
+
+    def say_goodbye(self, reason: str) -> None:
+        """This side sends nothing more. What was sent still arrives."""
+        if self.link is not None:
+            self.outbound.message(Goodbye(reason), Kind.GOODBYE, Lane.MESSAGE)
+
+    def known(self, now: float) -> str:
+        """What is known of the peer, for the message of an operation that timed out."""
+        if self.gone:
+            return f"{self.peer} is lost: {self.gone}."
+        if self.link is None:
+            trouble = self.hub.dial_trouble(self)
+            return f"There is no connection to {self.peer}" + (f": {trouble}." if trouble else ".")
+        heard = 0.0 if self.inbound.heard else max(now - self.last_heard, 0.0)
+        return f"{self.peer} is connected and was last heard {heard:.1f} s ago; it has not taken part."
+
+
+
+Router: TypeAlias = "PeerRouter | Loopback"

@@ -1,0 +1,170 @@
+"""Work: the handle of an operation under way, for threads, callbacks and asyncio alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from rankmesh.errors import CancelledError, DeadlineError, RankmeshError
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.progress import Engine
+
+T = TypeVar("T")
+
+
+class Parker(Protocol):
+    """What wakes a sleeping waiter."""
+
+    def release(self) -> None: ...
+    def locked(self) -> bool: ...
+
+
+class Work(Generic[T]):
+    """An operation under way. Its buffer belongs to it until it is done.
+
+    `wait()` and `result()` raise what the operation raised. One whose time runs out cancels the operation, and raises
+    DeadlineError: from then on the buffer is the caller's again. `done()` looks without waiting. `await work` does not
+    block the event loop; cancelling the awaiting task cancels the operation.
+    """
+
+    __slots__ = ("_callbacks", "_engine", "_error", "_value", "began", "finished", "op", "parker", "peer", "tag", "timeout")
+
+    def __init__(self, engine: Engine, op: str, peer: Any, tag: int | None, timeout: float) -> None:
+        self._engine = engine
+        self._callbacks: list[Callable[[Work[T]], object]] | None = None
+        self._error: BaseException | None = None
+        self._value: T | None = None
+        self.op = op
+        #: What the operation waits for: anything with `known(now)` and a `str`, or None.
+        self.peer = peer
+        self.tag = tag
+        self.timeout = timeout
+        self.began = monotonic()
+        self.finished = False
+        self.parker: Parker | None = None
+
+    # ------------------------------------------------------------------ for users
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or badly."""
+        return self.finished
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end; raise what went wrong. Without `timeout`, the operation's own counts from its start."""
+        self.result(timeout)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Like `wait`, and return the operation's value (a Status for receives)."""
+        if not self.finished:
+            engine = self._engine
+            engine.acquire()
+            try:
+                self.await_end(timeout)
+            finally:
+                engine.release()
+        return self.outcome()
+
+    def cancel(self) -> bool:
+        """Give the operation up. False: it had ended already. Its buffer is not touched afterwards."""
+        with self._engine:
+            if self.finished:
+                return False
+            self._give_up(CancelledError(f"{self._describe()} was cancelled by this side."))
+            return True
+
+    def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
+        """Call `callback(work)` when the operation has ended: from the thread that ends it, or at once. It must not block."""
+        with self._engine:
+            if not self.finished:
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(callback)
+                self._engine.wake_background()
+                return
+        callback(self)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.finished:
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+
+            def wake(_: Work[T]) -> None:
+                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+
+            self.add_done_callback(wake)
+            remaining = max(self.began + self.timeout - monotonic(), 0.0)
+            timer = loop.call_later(min(remaining, 1e6), self._expire)
+            try:
+                yield from future
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            finally:
+                timer.cancel()
+        return self.outcome()
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.finished else "failed" if self._error is not None else "done"
+        return f"<Work {self._describe()}: {state}>"
+
+    # ------------------------------------------------------------------ for the endpoint, with the engine's lock
+
+    def finish(self, value: T) -> None:
+        self._value = value
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.finished:
+            self._error = error
+            self._end()
+
+    def _end(self) -> None:
+        self.finished = True
+        parker = self.parker
+        if parker is not None and parker.locked():
+            parker.release()
+        if self._callbacks:
+            for callback in self._callbacks:
+                self._engine.defer(lambda callback=callback: callback(self))  # type: ignore[misc]
+            self._callbacks = None
+
+    def await_end(self, timeout: float | None) -> None:
+        """Drive until the end; give up at the deadline."""
+        if timeout is None:
+            deadline, timeout = self.began + self.timeout, self.timeout
+        else:
+            deadline = monotonic() + timeout
+        self._engine.drive(self, deadline)
+        if not self.finished:
+            self._give_up(self._late(timeout))
+
+    def _expire(self) -> None:
+        with self._engine:
+            if not self.finished:
+                self._give_up(self._late(self.timeout))
+
+    def outcome(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def _late(self, timeout: float) -> DeadlineError:
+        now = monotonic()
+        known = self.peer.known(now) if self.peer is not None else ""
+        text = f"{self._describe()} did not complete within {timeout:g} s ({now - self.began:.2f} s since it began)."
+        if known:
+            text += f" {known}"
+        return DeadlineError(
+            text, op=self.op, peer=str(self.peer or ""), tag=self.tag, elapsed=now - self.began, timeout=timeout, known=known
+        )
+
+    def _describe(self) -> str:
+        with_peer = f" {self.peer}" if self.peer is not None else ""
+        return f"{self.op}{with_peer}" + (f", tag {self.tag}" if self.tag is not None else "")
+
+    def _give_up(self, error: RankmeshError) -> None:
+        """Detach the operation from its buffer and fail it. Subclasses undo what they did first."""
+        self.fail(error)

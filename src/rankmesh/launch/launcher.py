@@ -1,0 +1,133 @@
+"""Puts the launcher together: the token and the store, the plan, the supervisor, the report."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from rankmesh.membership.store import StoreServer
+
+from rankmesh.config import Config
+from rankmesh.errors import ConfigError
+from rankmesh.launch.output import Multiplexer, Stream
+from rankmesh.launch.plan import Meeting, Program, World, plan_ranks
+from rankmesh.launch.supervisor import Supervisor
+
+#: Colours of the ranks' prefixes, by rank: ANSI codes that can be read on light and dark terminals.
+COLOURS: Final = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How the launcher behaves; what it starts is in Program and World."""
+
+    log_dir: Path | None = None
+    prefix: bool = True
+    #: Seconds between SIGTERM and SIGKILL.
+    grace: float = 5.0
+    #: Seconds after which the ranks are ended.
+    timeout: float | None = None
+
+
+def launch(program: Program, world: World, options: Options, environ: Mapping[str, str] = os.environ) -> int:
+    """Run the ranks of this node to their end; the exit code is that of the first rank that failed, or 0."""
+    if not program.module and not Path(program.target).exists():
+        raise ConfigError(
+            f"There is no script {program.target!r} in {os.getcwd()}. For a module write -m {program.target}."
+        )
+    if options.log_dir is not None:
+        _make_directory(options.log_dir)
+    config = Config.from_env(environ)
+    config = config.override(token=config.token or _new_token(world))
+    with _store(world, config) as store:
+        meeting = Meeting(
+            store=store,
+            token=config.token,
+            run_id=environ.get("RANKMESH_RUN_ID") or secrets.token_hex(8),
+            torch_master=_torch_master(world),
+        )
+        plans = plan_ranks(world, program, meeting, environ, cores=len(os.sched_getaffinity(0)))
+        selector = selectors.PollSelector()  # unlike epoll it takes regular files, to which output may be redirected
+        output = Multiplexer(selector)
+        with selector, Supervisor(selector, output, grace=options.grace, timeout=options.timeout) as supervisor:
+            outcome = supervisor.run(plans, _stream_opener(output, world, options))
+            last_lines = supervisor.last_lines(outcome.first.rank) if outcome.first is not None else []
+            report = outcome.report(last_lines, timeout=options.timeout)
+            output.put(sys.stderr.fileno(), "".join(f"{line}\n" for line in report).encode())
+            supervisor.flush()
+    return outcome.code
+
+
+def _new_token(world: World) -> str:
+    if world.nnodes > 1:
+        raise ConfigError(
+            "Ranks on several nodes prove themselves by a common token. Set RANKMESH_TOKEN to the same secret on all "
+            'nodes, for example one made by `python -c "import secrets; print(secrets.token_hex(32))"`.'
+        )
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def _store(world: World, config: Config) -> Iterator[str]:
+    """The address of the store, which runs here on node 0."""
+    if world.rendezvous is None:
+        with StoreServer("tcp://127.0.0.1:0", config) as server:
+            yield server.address
+        return
+    if world.node_rank > 0:
+        yield str(world.rendezvous)
+        return
+    with StoreServer(str(world.rendezvous), config):
+        yield str(world.rendezvous)
+
+
+def _torch_master(world: World) -> tuple[str, int]:
+    """A place for the store that torch.distributed makes in rank 0. All nodes must agree on it without asking."""
+    if world.rendezvous is not None:
+        return world.rendezvous.host, world.rendezvous.port + 1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", int(probe.getsockname()[1])
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"The log directory {path} cannot be made: {error}. Choose another --log-dir.") from error
+
+
+def _stream_opener(
+    output: Multiplexer, world: World, options: Options
+) -> Callable[[int, IO[bytes], IO[bytes]], tuple[Stream, Stream]]:
+    width = len(str(world.size - 1))
+
+    def stream(rank: int, pipe: IO[bytes], ours: IO[str], name: str) -> Stream:
+        label = _line_start(rank, width, colour=_wants_colour(ours)) if options.prefix else b""
+        log = None
+        if options.log_dir is not None:
+            path = options.log_dir / f"rank-{rank}.{name}"
+            try:
+                log = path.open("wb", buffering=0)
+            except OSError as error:
+                raise ConfigError(f"The log {path} cannot be opened: {error}. Choose another --log-dir.") from error
+        return Stream(pipe, output.sink(ours.fileno()), lambda line: label + line + b"\n", log)
+
+    return lambda rank, out, err: (stream(rank, out, sys.stdout, "out"), stream(rank, err, sys.stderr, "err"))
+
+
+def _line_start(rank: int, width: int, *, colour: bool) -> bytes:
+    text = f"[{rank:>{width}}]"
+    return (f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m " if colour else f"{text} ").encode()
+
+
+def _wants_colour(stream: IO[str]) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,233 @@
+"""The ranks' lines, whole, prefixed and bounded.
+
+Rules:
+
+1. Lines of different ranks never interleave: a line is written when it is complete. A line without an end is shown
+   when its stream closes, and in pieces of LINE_BYTES if it grows longer.
+2. A carriage return ends a line too: a progress bar that redraws itself becomes a line per redraw.
+3. Bytes pass through as they are; nothing is decoded on the way.
+4. Nothing here blocks: a sink that takes no more (a paused terminal, a slow pipe) stops the reading of the streams that
+   feed it at SINK_BYTES, and by that the ranks, while signals and exits are still attended to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import selectors
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import IO, Final
+
+from rankmesh.errors import ConfigError
+
+#: The longest piece of a line that is held back for its end.
+LINE_BYTES: Final = 64 * 1024
+#: Bytes a sink may have waiting before its streams are no longer read.
+SINK_BYTES: Final = 1024 * 1024
+#: How much of a rank's standard error is kept for the report.
+TAIL_LINES: Final = 20
+TAIL_LINE_BYTES: Final = 2048
+
+_READ_BYTES: Final = 64 * 1024
+# A carriage return at the very end may be the first half of \r\n: it waits for the next byte.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?=[^\n])", re.DOTALL)
+
+
+class LineSplitter:
+    """Cuts a stream of bytes into lines, without their ends. Pure, and bounded by LINE_BYTES."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take bytes; give the lines they complete."""
+        text = self._rest + data
+        lines: list[bytes] = []
+        start = 0
+        for end in _LINE_END.finditer(text):
+            # "\rprogress\rprogress": what stands between a line's end and a carriage return may be nothing.
+            if end.start() > start or end[0] != b"\r":
+                lines.append(text[start : end.start()])
+            start = end.end()
+        self._rest = text[start:]
+        while len(self._rest) > LINE_BYTES:
+            lines.append(self._rest[:LINE_BYTES])
+            self._rest = self._rest[LINE_BYTES:]
+        return lines
+
+    def finish(self) -> list[bytes]:
+        """The stream has closed: give what is left."""
+        rest, self._rest = self._rest.removesuffix(b"\r"), b""
+        return [rest] if rest else []
+
+
+class Tail:
+    """The last lines of a stream."""
+
+    __slots__ = ("_lines",)
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
+
+    def add(self, lines: Iterable[bytes]) -> None:
+        self._lines.extend(line[:TAIL_LINE_BYTES] for line in lines)
+
+    def text(self) -> list[str]:
+        return [line.decode(errors="replace") for line in self._lines]
+
+
+class Sink:
+    """Where lines go: the launcher's own standard output or error. Never blocks."""
+
+    __slots__ = ("_pending", "broken", "fd", "nbytes")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._pending: deque[bytes] = deque()
+        self.nbytes = 0
+        #: Why it takes nothing any more; what comes is then dropped.
+        self.broken = ""
+
+    def put(self, data: bytes) -> None:
+        if data and not self.broken:
+            self._pending.append(data)
+            self.nbytes += len(data)
+
+    def write_some(self) -> None:
+        """Write once. To be called when the descriptor polls writable: PIPE_BUF bytes then go without blocking."""
+        data = self._pending.popleft()
+        chunk = data[: select.PIPE_BUF]
+        try:
+            written = os.write(self.fd, chunk)
+        except BlockingIOError:
+            written = 0
+        except OSError as error:
+            # The reader or the terminal is gone, or the disk is full: the supervisor ends the ranks and says so.
+            self.broken = error.strerror or str(error)
+            self._pending.clear()
+            self.nbytes = 0
+            return
+        self.nbytes -= written
+        if written < len(data):
+            self._pending.appendleft(data[written:])
+
+
+class Stream:
+    """One output stream of one rank, on its way to a sink."""
+
+    __slots__ = ("_format", "_log", "_pipe", "_splitter", "sink", "tail")
+
+    def __init__(
+        self, pipe: IO[bytes], sink: Sink, format_line: Callable[[bytes], bytes], log: IO[bytes] | None
+    ) -> None:
+        self._pipe = pipe
+        self._splitter = LineSplitter()
+        self._format = format_line
+        self._log = log
+        self.sink = sink
+        self.tail = Tail()
+
+    @property
+    def fd(self) -> int:
+        return self._pipe.fileno()
+
+    def read_some(self) -> bool:
+        """Read once and pass lines on; False at the end of the stream. To be called when `fd` polls readable."""
+        data = os.read(self.fd, _READ_BYTES)
+        if self._log is not None:
+            try:
+                self._log.write(data)
+            except OSError as error:
+                raise ConfigError(
+                    f"The log {self._log.name} cannot be written: {error}. Choose another --log-dir."
+                ) from error
+        self._pass_on(self._splitter.feed(data))
+        return bool(data)
+
+    def close(self) -> None:
+        self._pass_on(self._splitter.finish())
+        self._pipe.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _pass_on(self, lines: list[bytes]) -> None:
+        self.tail.add(lines)
+        self.sink.put(b"".join(map(self._format, lines)))
+
+
+class Multiplexer:
+    """Moves lines from all streams to their sinks, on the caller's selector."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._streams: list[Stream] = []
+        self._sinks: dict[int, Sink] = {}
+
+    def sink(self, fd: int) -> Sink:
+        return self._sinks.setdefault(fd, Sink(fd))
+
+    def add(self, stream: Stream) -> None:
+        self._streams.append(stream)
+        self._watch(stream.fd, selectors.EVENT_READ, stream)
+
+    @property
+    def reading(self) -> bool:
+        return bool(self._streams)
+
+    @property
+    def writing(self) -> bool:
+        return any(sink.nbytes for sink in self._sinks.values())
+
+    @property
+    def broken(self) -> str:
+        """Why a sink takes nothing any more; empty if all do."""
+        return next((sink.broken for sink in self._sinks.values() if sink.broken), "")
+
+    def handle(self, item: Stream | Sink) -> None:
+        """The selector says that this stream or sink is ready."""
+        if isinstance(item, Sink):
+            item.write_some()
+        elif not item.read_some():
+            self._close(item)
+        self._balance()
+
+    def put(self, fd: int, data: bytes) -> None:
+        """Write something of the launcher's own, between lines of the ranks."""
+        self.sink(fd).put(data)
+        self._balance()
+
+    def close_streams(self) -> None:
+        """Stop reading, though somebody may still hold the other end."""
+        for stream in tuple(self._streams):
+            self._close(stream)
+        self._balance()
+
+    def _close(self, stream: Stream) -> None:
+        self._unwatch(stream.fd)
+        self._streams.remove(stream)
+        stream.close()
+
+    def _balance(self) -> None:
+        """Watch the sinks that have something to write, and the streams whose sink has room."""
+        for sink in self._sinks.values():
+            if sink.nbytes:
+                self._watch(sink.fd, selectors.EVENT_WRITE, sink)
+            else:
+                self._unwatch(sink.fd)
+        for stream in self._streams:
+            if stream.sink.nbytes < SINK_BYTES:
+                self._watch(stream.fd, selectors.EVENT_READ, stream)
+            else:
+                self._unwatch(stream.fd)
+
+    def _watch(self, fd: int, events: int, item: Stream | Sink) -> None:
+        if fd not in self._selector.get_map():
+            self._selector.register(fd, events, item)
+
+    def _unwatch(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)

@@ -1,0 +1,227 @@
+"""The event loop of the launcher: start, signals, exits, deadlines. One thread, nothing blocks.
+
+Rules:
+
+1. Each rank leads a session of its own: what the terminal sends to the launcher reaches a rank only through the
+   launcher, and a rank is always signalled together with its children.
+2. The ranks live and die together: the first failure, an ending signal, a time limit or a lost reader ends all.
+3. Ending is SIGTERM (or the signal that came), `grace` seconds, SIGKILL. A second Ctrl-C skips the grace.
+4. A rank's group is killed before the rank is reaped: as long as it is a zombie its number cannot belong to others.
+5. Once all ranks are gone, their pipes have DRAIN seconds to close; a process that left its session may hold them open.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import IO, Final, Self
+
+from rankmesh.errors import JoinError
+from rankmesh.launch import shim
+from rankmesh.launch.guard import BARE_PYTHON, Guard
+from rankmesh.launch.outcome import Exit, Outcome
+from rankmesh.launch.output import Multiplexer, Stream
+from rankmesh.launch.plan import RankPlan
+
+#: Signals that end the ranks, and what is sent to them.
+ENDING: Final[Mapping[int, int]] = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,  # the terminal is gone; programs that ignore SIGHUP must not live on without it
+}
+#: Signals that are only passed on: batch systems announce preemption by them.
+FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
+DRAIN: Final = 1.0
+#: Says where the standard output and error of a rank go.
+OpenStreams = Callable[[int, IO[bytes], IO[bytes]], tuple[Stream, Stream]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+
+
+class Supervisor:
+    """Runs the planned ranks to their end. A context manager for the main thread: it takes over the signal handlers."""
+
+    def __init__(
+        self, selector: selectors.BaseSelector, output: Multiplexer, *, grace: float, timeout: float | None
+    ) -> None:
+        self._selector = selector
+        self._output = output
+        self._grace = grace
+        self._timeout = timeout
+        self._give_up_at: float | None = None
+        self._kill_at: float | None = None
+        self._ending = False
+        self._alive: dict[int, _Rank] = {}
+        self._errors: dict[int, Stream] = {}
+        self._resources = ExitStack()
+        self.outcome = Outcome()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            wakeups = stack.enter_context(_signals())
+            self._selector.register(wakeups, selectors.EVENT_READ, wakeups)
+            stack.callback(self._selector.unregister, wakeups)
+            self._guard = stack.enter_context(Guard())
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever went wrong, no rank outlives the launcher."""
+        with self._resources:
+            self._signal_all(signal.SIGKILL)
+            for rank in self._alive.values():
+                rank.process.wait()
+                self._guard.remove(rank.process.pid)
+            self._alive.clear()
+            self._output.close_streams()
+
+    def run(self, plans: Sequence[RankPlan], open_streams: OpenStreams) -> Outcome:
+        """Start the ranks, and return when all have ended and their output has been read."""
+        for plan in plans:
+            self._start(plan, open_streams)
+        if self._timeout is not None:
+            self._give_up_at = time.monotonic() + self._timeout
+        while self._alive:
+            deadlines = (self._kill_at, None if self._ending else self._give_up_at)
+            self._pump(min((at for at in deadlines if at is not None), default=None))
+            self.outcome.add(list(self._reap()))
+            self._check_ends(time.monotonic())
+        self._drain()
+        return self.outcome
+
+    def last_lines(self, rank: int) -> list[str]:
+        """The last lines of a rank's standard error."""
+        return self._errors[rank].tail.text()
+
+    def flush(self) -> None:
+        """Write what is left for the sinks. Waits for a slow reader, as any program that prints does; but only for the
+        grace once the launcher has been told to end."""
+        while self._output.writing:
+            if self.outcome.interrupted is None:
+                self._pump(None)
+            else:
+                deadline = self._kill_at = self._kill_at or time.monotonic() + self._grace
+                if time.monotonic() >= deadline:
+                    return
+                self._pump(deadline)
+
+    def _start(self, plan: RankPlan, open_streams: OpenStreams) -> None:
+        try:
+            process = subprocess.Popen(
+                [*BARE_PYTHON, shim.__file__, str(os.getpid()), *plan.argv],
+                env=plan.env,
+                stdin=None if plan.rank == 0 else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            message = f"Rank {plan.rank} cannot be started: {error}. Check the limits with `rankmesh doctor`."
+            raise JoinError(message) from error
+        self._guard.add(process.pid)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out, err = open_streams(plan.rank, process.stdout, process.stderr)
+        self._output.add(out)
+        self._output.add(err)
+        self._alive[plan.rank] = _Rank(plan.rank, process)
+        self._errors[plan.rank] = err
+
+    def _pump(self, deadline: float | None) -> None:
+        """Wait for something to happen until then, and attend to it."""
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            if isinstance(key.data, socket.socket):
+                for number in key.data.recv(4096):
+                    self._on_signal(number)
+            else:
+                self._output.handle(key.data)
+
+    def _reap(self) -> Iterator[Exit]:
+        for rank in tuple(self._alive.values()):
+            pid = rank.process.pid
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                _signal_group(pid, signal.SIGKILL)
+                self._guard.remove(pid)
+                del self._alive[rank.rank]
+                yield Exit(rank.rank, pid, rank.process.wait(), told=self._ending)
+
+    def _check_ends(self, now: float) -> None:
+        if not self._ending:
+            self.outcome.lost_output = self._output.broken
+            self.outcome.timed_out = self._give_up_at is not None and now >= self._give_up_at
+            if self.outcome.first is not None or self.outcome.lost_output or self.outcome.timed_out:
+                self._end(signal.SIGTERM, now)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._signal_all(signal.SIGKILL)
+            self._kill_at = None
+
+    def _on_signal(self, number: int) -> None:
+        if number in FORWARDED:
+            self._signal_all(number)
+        elif number in ENDING:
+            if number == signal.SIGINT == self.outcome.interrupted:
+                self._kill_at = time.monotonic()
+            if self.outcome.interrupted is None:
+                self.outcome.interrupted = number
+            self._end(ENDING[number], time.monotonic())
+
+    def _end(self, number: int, now: float) -> None:
+        if not self._ending:
+            self._ending = True
+            self._kill_at = now + self._grace
+            self._signal_all(number)
+
+    def _signal_all(self, number: int) -> None:
+        for rank in self._alive.values():
+            _signal_group(rank.process.pid, number)
+
+    def _drain(self) -> None:
+        self._kill_at = None
+        deadline = time.monotonic() + DRAIN
+        while self._output.reading and time.monotonic() < deadline:
+            self._pump(deadline)
+            if self._output.writing and self.outcome.interrupted is None:
+                deadline = time.monotonic() + DRAIN  # the pipes are not late: a slow reader keeps us from reading them
+
+
+def _signal_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # nobody left in it, or only processes of another user
+
+
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Catch signals; the socket given has a byte, its number, for each that came."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    watched = (*ENDING, *FORWARDED, signal.SIGCHLD)
+    previous = {number: signal.signal(number, _note) for number in watched}
+    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(previous_fd)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        reader.close()
+        writer.close()
+
+
+def _note(_number: int, _frame: object) -> None:
+    """The wake-up descriptor carries the news; a handler must only exist for the interpreter to write to it."""

@@ -1,0 +1,84 @@
+"""Typed messages that ride inside the handshake and CONTROL frames: msgspec structs, validated on arrival."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rankmesh.errors import ProtocolError
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who an endpoint is and what it allows; proved by the handshake's HMAC."""
+
+    uid: bytes
+    name: str
+    host: str
+    pid: int
+    addresses: tuple[str, ...] = ()
+    #: Place in a world, if it has one.
+    rank: int | None = None
+    run: str = ""
+    #: What this side accepts: the other side's sends keep to it.
+    eager_bytes: int
+    lane_credit: int
+    peer_credit: int
+    max_message: int
+    max_rpc: int
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.uid) != 16 or len(self.name) > 256 or len(self.host) > 256 or len(self.addresses) > 32:
+            raise ValueError("an identity's uid has 16 bytes, its names at most 256 characters, and at most 32 addresses")
+        if min(self.eager_bytes, self.lane_credit, self.peer_credit, self.max_message, self.max_rpc) < 0:
+            raise ValueError("an identity's limits are not negative")
+
+
+class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
+    """This side will send nothing more, and why."""
+
+    reason: str = ""
+
+
+class Lost(msgspec.Struct, tag="lost", frozen=True):
+    """A third party is gone: whoever learns first tells the rest."""
+
+    uid: bytes
+    reason: str
+
+
+class IdleAsk(msgspec.Struct, tag="idle?", frozen=True):
+    """May this quiet connection be closed? Nothing else is sent until the answer."""
+
+
+class IdleAnswer(msgspec.Struct, tag="idle!", frozen=True):
+    """Yes: nothing was or will be sent. No: there is something on its way."""
+
+    agreed: bool
+
+
+Control = Goodbye | Lost | IdleAsk | IdleAnswer
+
+_encoder = msgspec.msgpack.Encoder()
+_control = msgspec.msgpack.Decoder(Control)
+_identity = msgspec.msgpack.Decoder(Identity)
+
+#: What malformed bytes raise: msgspec does not translate text that is not UTF-8, nor nesting too deep to skip.
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def encode(message: Control | Identity) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_control(payload: memoryview) -> Control:
+    try:
+        return _control.decode(payload)
+    except _MALFORMED as error:
+        raise ProtocolError(f"a control message cannot be read: {error}", reason="malformed control message") from error
+
+
+def decode_identity(payload: bytes) -> Identity:
+    try:
+        return _identity.decode(payload)
+    except _MALFORMED as error:
+        raise ProtocolError(f"an identity cannot be read: {error}", reason="malformed identity") from error

@@ -1,0 +1,54 @@
+"""What holds for every test: it leaves nothing behind, it ends, and what hypothesis found can be found again."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+
+import pytest
+from hypothesis import settings
+
+from leaks import mark_this_run, no_leaks
+from timing import scaled
+
+#: Seconds (scaled) after which a test hangs. Another limit for one test: @pytest.mark.timeout(scaled(120)).
+HANG = 60.0
+
+# No deadline: a loaded machine is not a finding. Every run has new input; print_blob replays one failure, and the seed
+# in the report's header the whole run.
+settings.register_profile("rankmesh", deadline=None, print_blob=True, derandomize=False)
+settings.load_profile("rankmesh")
+
+
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its options
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = secrets.randbelow(2**32)
+    mark_this_run()
+    # One process and one descriptor that multiprocessing keeps for good: started now, they belong to no test.
+    resource_tracker.ensure_running()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"this run again: --hypothesis-seed={config.option.hypothesis_seed}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The hang guard: pytest-timeout prints the stacks of all threads and fails the test."""
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(scaled(HANG)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _run_leaks_nothing() -> Iterator[None]:
+    """Also for what fixtures of modules leave behind."""
+    with no_leaks():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _test_leaks_nothing(_run_leaks_nothing: None) -> Iterator[None]:
+    with no_leaks():
+        yield

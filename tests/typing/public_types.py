@@ -1,0 +1,66 @@
+"""What a type checker tells users. Never run: mypy checks this file with the rest of tests/, in strict mode.
+
+`assert_type` pins what an expression is. A `type: ignore` pins a mistake that must be reported: strict mode complains
+about one that silences nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, assert_type
+
+import numpy as np
+
+from rankmesh.buffers import BufferPool, readable, writable
+from rankmesh.config import Config, TlsFiles
+from rankmesh.endpoint.work import Work
+from rankmesh.errors import ConnectError, DeadlineError, DesyncError, JoinError, PeerError, PeerLost, TruncationError
+
+
+def settings_are_checked(config: Config) -> None:
+    assert_type(config.timeout, float)
+    assert_type(config.eager_bytes, int)
+    assert_type(config.tls, TlsFiles | None)
+    assert_type(config.connect_backoff, tuple[float, float])
+    assert_type(config.override(timeout=3), Config)
+    assert_type(Config.from_env(), Config)
+    assert_type(Config.from_env({"RANKMESH_TIMEOUT": "3"}), Config)
+
+    Config(tiemout=3)  # type: ignore[call-arg]
+    Config("token")  # type: ignore[call-arg]
+    Config(timeout="3")  # type: ignore[arg-type]
+    config.timeout = 3  # type: ignore[misc]
+
+
+def errors_carry_typed_attributes(late: DeadlineError, lost: PeerLost, refused: ConnectError) -> None:
+    assert_type(late.timeout, float | None)
+    assert_type(late.elapsed, float)
+    assert_type(lost.rank, int | None)
+    assert_type(lost.host, str)
+    assert_type(refused.address, str)
+    assert_type(TruncationError("it was larger.").capacity, int)
+    assert_type(JoinError("it did not come together.").missing, tuple[int, ...])
+    assert_type(DesyncError("they disagree.").calls, dict[int, str])
+
+    as_parent: PeerError = lost
+    as_builtin: TimeoutError = late
+    print(as_parent, as_builtin)
+    print(lost.address)  # type: ignore[attr-defined]
+
+
+def buffers_are_views(array: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+    assert_type(readable(array), memoryview)
+    assert_type(writable(bytearray(4)), memoryview)
+    assert_type(BufferPool(4096).take(1), bytearray)
+
+
+async def work_knows_its_result(work: Work[int]) -> None:
+    assert_type(work.result(timeout=1), int)
+    assert_type(await work, int)
+    assert_type(work.done(), bool)
+    assert_type(work.cancel(), bool)
+    work.add_done_callback(lambda ended: assert_type(ended, Work[int]))
+
+    as_awaitable: Awaitable[int] = work
+    print(as_awaitable)
+    work.result("soon")  # type: ignore[arg-type]
