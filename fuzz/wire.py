@@ -352,6 +352,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Finding as finding:
         print(f"FINDING with seed {seed}\n{finding}", flush=True)
         return 1
+    finally:
+        _trace(False)
     for target in targets:
         print(f"{target.name:10} {target.executions:9,} executions, {len(target.seen):4} behaviours, no finding")
     return 0

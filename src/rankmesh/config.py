@@ -73,7 +73,7 @@ class Config:
     max_handshakes: int = 128
 
     #: Seconds a waiter polls before it sleeps, as long as polling lately paid off. 0 never polls.
-    spin: float = 50e-6
+    spin: float = 100e-6
 
     #: Interfaces to advertise: names, globs, `^exclude` or CIDR, separated by commas. Empty: by route.
     interface: str = ""

@@ -1,72 +1,22 @@
-"""Real launchers, as a user starts them, with deadlines on everything a test waits for."""
+"""Real launchers, as a user starts them."""
 
 from __future__ import annotations
 
 import os
-import selectors
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
 import pytest
 
+from launching import DEADLINE, Launch, Launched, Script
 from timing import scaled
 
-#: Seconds (scaled) a launcher in these tests may take for what takes it well under one.
-DEADLINE = 20.0
-
-
-@dataclass
-class Launched:
-    """A running `rankmesh run`. What it wrote so far is in `out` and `err`."""
-
-    process: subprocess.Popen[bytes]
-    out: bytearray = field(default_factory=bytearray)
-    err: bytearray = field(default_factory=bytearray)
-
-    def wait_for(self, *texts: str) -> None:
-        """Read until each text has appeared on standard output."""
-        self._read(lambda: all(text.encode() in self.out for text in texts), f"{texts} on standard output")
-
-    def finish(self) -> int:
-        """Read to the end; return the exit code."""
-        self._read(lambda: False, "the end of the launcher")
-        return self.process.wait(scaled(DEADLINE))
-
-    def lines(self, rank: int | None = None) -> list[str]:
-        """The lines on standard output, or those of one rank without its prefix."""
-        lines = self.out.decode(errors="replace").splitlines()
-        return lines if rank is None else [line[4:] for line in lines if line.startswith(f"[{rank}] ")]
-
-    @property
-    def errors(self) -> str:
-        return self.err.decode(errors="replace")
-
-    def _read(self, enough: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + scaled(DEADLINE)
-        with selectors.DefaultSelector() as selector:
-            for pipe, text in ((self.process.stdout, self.out), (self.process.stderr, self.err)):
-                if pipe is not None and not pipe.closed:
-                    selector.register(pipe, selectors.EVENT_READ, text)
-            while not enough() and selector.get_map():
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                assert ready, f"{what} did not come within {scaled(DEADLINE):g} s; so far: {self.out!r} {self.err!r}"
-                for key, _ in ready:
-                    data = os.read(key.fd, 1 << 20)
-                    key.data.extend(data)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                        assert not isinstance(key.fileobj, int)
-                        key.fileobj.close()  # type: ignore[attr-defined]  # typeshed knows only its fileno
-
-
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
+def script(tmp_path: Path) -> Script:
     """Write a rank's program; `rank` and a few modules are there for it."""
 
     def write(body: str) -> str:
@@ -76,9 +26,6 @@ def script(tmp_path: Path) -> Callable[[str], str]:
         return str(path)
 
     return write
-
-
-Launch = Callable[..., Launched]
 
 
 @pytest.fixture

@@ -125,7 +125,6 @@ class CreditMachine(RuleBasedStateMachine):
         assert set(self.sender.lanes) == outstanding
 
 
-# A run must be created by the machine's own rule before its invariants make sense; hypothesis runs @initialize first.
 CreditMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestCredit = CreditMachine.TestCase
 

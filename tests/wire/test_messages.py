@@ -13,9 +13,9 @@ from rankmesh.errors import ProtocolError
 from rankmesh.wire.messages import (
     Control,
     Goodbye,
+    Identity,
     IdleAnswer,
     IdleAsk,
-    Identity,
     Lost,
     decode_control,
     decode_identity,

@@ -295,7 +295,7 @@ class Connector:
         verdict = judge(
             self._identity().uid,
             remote.uid,
-            connected=router is not None and router.link is not None,
+            connected=router is not None and router.link is not None and not router.outbound.paused,
             dialing=any(dial.remote_uid == remote.uid for dial in self._dials.values()),
             dialing_unknown=any(dial.remote_uid is None for dial in self._dials.values()),
         )
@@ -304,9 +304,9 @@ class Connector:
                 return
             case Verdict.REFUSE:
                 admission.refuse(Refusal.DUPLICATE, "both sides connected at once, and the other connection is kept")
-            case Verdict.ACCEPT | Verdict.REPLACE:
+            case Verdict.ACCEPT:
                 if router is not None:
-                    router.superseded()
+                    router.rest()  # if it still holds a connection that both sides agreed to let go
                 admission.accept()
 
     def _judge_waiting(self) -> None:

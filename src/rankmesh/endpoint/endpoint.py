@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from rankmesh.config import Config
 from rankmesh.endpoint.connector import Connector
-from rankmesh.endpoint.hub import Hub
+from rankmesh.endpoint.hub import Hub, Service
 from rankmesh.endpoint.matching import ANY_SOURCE
 from rankmesh.endpoint.messages import Messages
 from rankmesh.endpoint.peer import Peer
 from rankmesh.endpoint.progress import Until
-from rankmesh.endpoint.router import PeerRouter
+from rankmesh.endpoint.router import PeerRouter, Reply
 from rankmesh.endpoint.transfers import Status
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ClosedError, ConfigError, DeadlineError
@@ -67,30 +67,31 @@ class Endpoint:
         self.name = name or f"{self.host}:{os.getpid()}"
         self._rank = rank
         self._run = run
-        self._hub = Hub(self.name, self.config)
+        self.hub = Hub(self.name, self.config)
         self._peers: dict[bytes, Peer] = {}
+        self._members: dict[bytes, Peer] = {}
         self._sources: dict[int, Any] = {}
-        self._messages = Messages(self._hub, _GROUP, self._sources, _Anyone(self))
+        self._messages = Messages(self.hub, _GROUP, self._sources, _Anyone(self))
         self._arrived: deque[Peer] = deque()
         self._accepts: deque[Work[Peer]] = deque()
-        self._connector = Connector(self._hub, self._identity, self._known, self._bind, self.objection)
-        self._hub.want_link = self._want_link
-        self._hub.dial_trouble = self._connector.trouble
+        self._connector = Connector(self.hub, self._identity, self._known, self._bind, self.objection)
+        self.hub.want_link = self._want_link
+        self.hub.dial_trouble = self._connector.trouble
         self._addresses: tuple[str, ...] = ()
         try:
             if address is not None:
                 self._addresses = (self._listen(Address.parse(address), advertise),)
         except BaseException:
-            self._hub.engine.stop()
+            self.hub.engine.stop()
             raise
-        self._hub.engine.start()
-        with self._hub.engine:
-            self._hub.start_heartbeat()
+        self.hub.engine.start()
+        with self.hub.engine:
+            self.hub.start_heartbeat()
 
     def _listen(self, address: Address, advertise: str | None) -> str:
         if address.is_wildcard and advertise is None:
             raise ConfigError(f"{address} is every address of this host and none that others can connect to. Pass advertise='tcp://host:port' too, or listen on one address.")
-        with self._hub.engine:
+        with self.hub.engine:
             listening = self._connector.listen(address)
         if advertise is None:
             return str(listening)
@@ -117,10 +118,13 @@ class Endpoint:
         """Why a peer that proved itself is not wanted all the same. Meshes refuse strangers here."""
         if identity.uid == self.uid:
             return "an endpoint cannot connect to itself"
-        if self._hub.closed:
+        if self.hub.closed:
             return "this endpoint is closing"
-        if identity.run != self._run:
+        if identity.run and self._run and identity.run != self._run:
             return f"it belongs to another run ({identity.run or 'none'} instead of {self._run or 'none'})"
+        member = self._members.get(identity.uid)
+        if member is not None and member.router.gone:
+            return f"it was given up: {member.router.gone}"
         return ""
 
     def _identity(self) -> Identity:
@@ -141,6 +145,17 @@ class Endpoint:
             allow_pickle=config.allow_pickle,
         )
 
+    def add_member(self, identity: Identity, *, oneself: bool) -> Peer:
+        """A mesh makes its ranks known before they connect. With the engine's lock."""
+        peer = Peer(self.hub, self._messages, identity=identity, loopback=oneself, addresses=tuple(map(Address.parse, identity.addresses)))
+        self._peers[identity.uid] = peer
+        self._members[identity.uid] = peer
+        self._sources[peer.router.index] = peer
+        return peer
+
+    def member(self, uid: bytes) -> Peer | None:
+        return self._members.get(uid)
+
     def _known(self, uid: bytes) -> PeerRouter | None:
         peer = self._peers.get(uid)
         return peer.router if peer is not None and isinstance(peer.router, PeerRouter) else None
@@ -160,13 +175,13 @@ class Endpoint:
         return peer.router
 
     def _new_peer(self, addresses: tuple[Address, ...] = ()) -> Peer:
-        peer = Peer(self._hub, self._messages, addresses=addresses)
+        peer = Peer(self.hub, self._messages, addresses=addresses)
         self._sources[peer.router.index] = peer
         return peer
 
     def _forget(self, router: PeerRouter) -> None:
         """A peer made for connect() turned out to be one that is known already."""
-        del self._hub.routers[router.index]
+        del self.hub.routers[router.index]
         del self._sources[router.index]
 
     def _arrive(self, peer: Peer) -> None:
@@ -191,30 +206,46 @@ class Endpoint:
         timeout = self.config.timeout if timeout is None else timeout
         if any(not address.is_loopback for address in addresses) and not self.config.token:
             raise ConfigError(f"Connecting to {texts[0]}, off this machine, needs a cluster token. Set RANKMESH_TOKEN or Config(token=…) on both sides.")
-        with self._hub.engine:
-            self._hub.check_open()
+        with self.hub.engine:
+            self.hub.check_open()
             peer = self._new_peer(addresses)
-            work: Work[Peer] = Work(self._hub.engine, "connect to", peer, None, timeout)
+            work: Work[Peer] = Work(self.hub.engine, "connect to", peer, None, timeout)
             assert isinstance(peer.router, PeerRouter)
             self._connector.dial(peer.router, list(addresses), monotonic() + timeout, work)
         try:
             return work.result()
         except BaseException:
-            with self._hub.engine:
+            with self.hub.engine:
                 self._connector.forget(peer.router)
                 self._forget(peer.router)
             raise
 
     def accept(self, timeout: float | None = None) -> Peer:
         """Wait for an endpoint that connects to this one and was not yet accepted."""
-        with self._hub.engine:
-            self._hub.check_open()
+        with self.hub.engine:
+            self.hub.check_open()
             if self._arrived:
                 return self._arrived.popleft()
             timeout = self.config.timeout if timeout is None else timeout
-            work: Work[Peer] = Work(self._hub.engine, "accept", None, None, timeout)
+            work: Work[Peer] = Work(self.hub.engine, "accept", None, None, timeout)
             self._accepts.append(work)
         return work.result()
+
+    # ------------------------------------------------------------------ services
+
+    def serve(self, service: int, handler: Service) -> None:
+        """Answer requests for a service; see `Service` for what a handler may do."""
+        with self.hub.engine:
+            self.hub.services[service] = handler
+
+    def request(self, peer: Peer, service: int, body: bytes, op: str, timeout: float | None = None) -> Reply:
+        """Ask a peer's service and wait for the reply."""
+        with self.hub.engine:
+            self.hub.check_open()
+            assert isinstance(peer.router, PeerRouter)
+            parts = [memoryview(body)]
+            request = peer.router.request(service, parts, len(body), op, self.config.timeout if timeout is None else timeout)
+        return request.result()
 
     # ------------------------------------------------------------------ messages from anyone
 
@@ -234,13 +265,13 @@ class Endpoint:
 
     def close(self, timeout: float | None = None) -> None:
         """Let what was sent leave, say goodbye, and free everything. Raises DeadlineError if sends remained; all is freed then too."""
-        engine = self._hub.engine
+        engine = self.hub.engine
         deadline = monotonic() + (self.config.close_timeout if timeout is None else timeout)
         with engine:
-            if self._hub.closed:
+            if self.hub.closed:
                 return
-            self._hub.closed = f"Endpoint {self.name!r} is closed."
-            routers = [router for router in self._hub.routers.values() if isinstance(router, PeerRouter)]
+            self.hub.closed = f"Endpoint {self.name!r} is closed."
+            routers = [router for router in self.hub.routers.values() if isinstance(router, PeerRouter)]
             engine.drive(Until(lambda: all(router.outbound.idle or router.gone for router in routers)), deadline)
             unsent = [str(router.peer) for router in routers if not router.outbound.idle]
             for router in routers:
@@ -253,22 +284,22 @@ class Endpoint:
 
     def abort(self) -> None:
         """Drop everything at once: peers see a lost connection."""
-        with self._hub.engine:
-            if self._hub.closed:
+        with self.hub.engine:
+            if self.hub.closed:
                 return
-            self._hub.closed = f"Endpoint {self.name!r} was aborted."
-            self._free([router for router in self._hub.routers.values() if isinstance(router, PeerRouter)])
-        self._hub.engine.stop()
+            self.hub.closed = f"Endpoint {self.name!r} was aborted."
+            self._free([router for router in self.hub.routers.values() if isinstance(router, PeerRouter)])
+        self.hub.engine.stop()
 
     def _free(self, routers: list[PeerRouter]) -> None:
         self._connector.close()
 
         def closed(op: str, tag: int | None) -> ClosedError:
-            return ClosedError(f"{self._hub.closed} The {op.split()[0]} under way ended with it.")
+            return ClosedError(f"{self.hub.closed} The {op.split()[0]} under way ended with it.")
 
         for router in routers:
             router.free(closed)
-        for work in (*self._hub.abandon(), *self._accepts):
+        for work in (*self.hub.abandon(), *self._accepts):
             work.fail(closed(work.op, work.tag))
 
     def __enter__(self) -> Self:
@@ -281,6 +312,6 @@ class Endpoint:
             self.abort()
 
     def __repr__(self) -> str:
-        if self._hub.closed:
+        if self.hub.closed:
             return f"<Endpoint {self.name!r}: closed>"
         return f"<Endpoint {self.name!r} at {self.address or 'no address'}: {len(self.peers)} peers>"

@@ -97,7 +97,7 @@ class Spin:
     MOST waits; one that it did satisfy forgives all. So a core is not burnt where the other side cannot run, and polling comes
     back by itself when traffic does."""
 
-    MOST: Final = 128
+    MOST: Final = 32
 
     __slots__ = ("_misses", "_skip", "seconds")
 

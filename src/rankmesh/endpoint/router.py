@@ -111,6 +111,9 @@ class PeerRouter:
             except ProtocolError as error:
                 logger.warning("Closing the connection with %s: %s.", self.peer, error.message)
                 self.lose(f"it broke the protocol ({error.message})")
+            except Exception as error:  # a defect of ours must end this conversation, not the thread that happens to drive
+                logger.exception("A defect in rankmesh ends the conversation with %s.", self.peer)
+                self.lose(f"a defect in rankmesh ended the conversation ({error!r}); please report it")
 
     def work_off(self) -> None:
         """Go on with frames that were read but not yet looked at."""
@@ -158,18 +161,21 @@ class PeerRouter:
                 agreed = self.outbound.paused or self._quiet()
                 self.outbound.message(IdleAnswer(agreed))
                 if agreed:
-                    self._rest()
+                    self.rest()
             case IdleAnswer(agreed):
                 self.outbound.paused = False
                 if agreed:
-                    self._rest()
+                    self.rest()
                 else:
                     self.outbound.advance()
             case _:
                 self.hub.on_control(self.peer, message)
 
-    def _rest(self) -> None:
-        """Let the quiet connection go; the next operation makes a new one."""
+    def rest(self) -> None:
+        """Let the quiet connection go, by agreement; the next operation makes a new one."""
+        if self.link is None:
+            return
+        self.outbound.paused = False
         self._release_link(abort=False)
         self.inbound.detach()
         self.outbound.detach()
@@ -210,8 +216,7 @@ class PeerRouter:
     def ended(self, at_boundary: bool) -> None:
         """The stream ended without a goodbye, unless it was agreed to end."""
         if self.outbound.paused and at_boundary:
-            self.outbound.paused = False
-            self._rest()
+            self.rest()
         else:
             self.lose("its connection was closed" if at_boundary else "its connection was closed in the middle of a frame")
 
@@ -223,14 +228,6 @@ class PeerRouter:
         self._release_link(abort=not left)
         self.hub.lost(self, left)
         self._fail_all(self.lost_error)
-
-    def superseded(self) -> None:
-        """The peer opened a new connection: the old one, if any, is stale."""
-        if self.outbound.paused:
-            self.outbound.paused = False
-            self._rest()
-        elif self.link is not None:
-            self.lose("it connected anew")
 
     def unreachable(self, error: PeerError) -> None:
         """No connection could be made: what waits for one fails, and the next operation tries again."""

@@ -41,27 +41,30 @@ class LineSplitter:
     __slots__ = ("_rest",)
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take bytes; give the lines they complete."""
-        text = self._rest + data
+        rest = self._rest
         lines: list[bytes] = []
+        searched = max(0, len(rest) - 1)  # up to a carriage return that waits for its successor
+        rest += data
         start = 0
-        for end in _LINE_END.finditer(text):
-            # "\rprogress\rprogress": what stands between a line's end and a carriage return may be nothing.
-            if end.start() > start or end[0] != b"\r":
-                lines.append(text[start : end.start()])
-            start = end.end()
-        self._rest = text[start:]
-        while len(self._rest) > LINE_BYTES:
-            lines.append(self._rest[:LINE_BYTES])
-            self._rest = self._rest[LINE_BYTES:]
+        if b"\n" in data or b"\r" in data or rest[searched : searched + 1] == b"\r":
+            for end in _LINE_END.finditer(rest, searched):
+                # "\rprogress\rprogress": what stands between a line's end and a carriage return may be nothing.
+                if end.start() > start or end[0] != b"\r":
+                    lines.append(bytes(rest[start : end.start()]))
+                start = end.end()
+        while len(rest) - start > LINE_BYTES:
+            lines.append(bytes(rest[start : start + LINE_BYTES]))
+            start += LINE_BYTES
+        self._rest = rest[start:]
         return lines
 
     def finish(self) -> list[bytes]:
         """The stream has closed: give what is left."""
-        rest, self._rest = self._rest.removesuffix(b"\r"), b""
+        rest, self._rest = bytes(self._rest.removesuffix(b"\r")), bytearray()
         return [rest] if rest else []
 
 
@@ -87,14 +90,14 @@ class Sink:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._pending: deque[bytes] = deque()
+        self._pending: deque[memoryview] = deque()
         self.nbytes = 0
         #: Why it takes nothing any more; what comes is then dropped.
         self.broken = ""
 
     def put(self, data: bytes) -> None:
         if data and not self.broken:
-            self._pending.append(data)
+            self._pending.append(memoryview(data))
             self.nbytes += len(data)
 
     def write_some(self) -> None:
@@ -166,13 +169,16 @@ class Multiplexer:
         self._selector = selector
         self._streams: list[Stream] = []
         self._sinks: dict[int, Sink] = {}
+        #: Sinks whose streams are not read until they have room again.
+        self._full: set[Sink] = set()
 
     def sink(self, fd: int) -> Sink:
         return self._sinks.setdefault(fd, Sink(fd))
 
     def add(self, stream: Stream) -> None:
         self._streams.append(stream)
-        self._watch(stream.fd, selectors.EVENT_READ, stream)
+        if stream.sink not in self._full:
+            self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
     @property
     def reading(self) -> bool:
@@ -191,43 +197,44 @@ class Multiplexer:
         """The selector says that this stream or sink is ready."""
         if isinstance(item, Sink):
             item.write_some()
-        elif not item.read_some():
-            self._close(item)
-        self._balance()
+            self._attend(item)
+        elif item in self._streams and item.sink not in self._full:  # or it was closed or paused in this very round
+            if not item.read_some():
+                self._close(item)
+            self._attend(item.sink)
 
     def put(self, fd: int, data: bytes) -> None:
         """Write something of the launcher's own, between lines of the ranks."""
         self.sink(fd).put(data)
-        self._balance()
+        self._attend(self.sink(fd))
 
     def close_streams(self) -> None:
         """Stop reading, though somebody may still hold the other end."""
         for stream in tuple(self._streams):
             self._close(stream)
-        self._balance()
+            self._attend(stream.sink)
 
     def _close(self, stream: Stream) -> None:
-        self._unwatch(stream.fd)
+        if stream.sink not in self._full:
+            self._selector.unregister(stream.fd)
         self._streams.remove(stream)
         stream.close()
 
-    def _balance(self) -> None:
-        """Watch the sinks that have something to write, and the streams whose sink has room."""
-        for sink in self._sinks.values():
-            if sink.nbytes:
-                self._watch(sink.fd, selectors.EVENT_WRITE, sink)
-            else:
-                self._unwatch(sink.fd)
-        for stream in self._streams:
-            if stream.sink.nbytes < SINK_BYTES:
-                self._watch(stream.fd, selectors.EVENT_READ, stream)
-            else:
-                self._unwatch(stream.fd)
+    def _attend(self, sink: Sink) -> None:
+        """Watch the sink while it has something to write, and its streams while it has room."""
+        watched = sink.fd in self._selector.get_map()
+        if sink.nbytes and not watched:
+            self._selector.register(sink.fd, selectors.EVENT_WRITE, sink)
+        elif watched and not sink.nbytes:
+            self._selector.unregister(sink.fd)
+        if sink not in self._full and sink.nbytes >= SINK_BYTES:
+            self._full.add(sink)
+            for stream in self._streams_of(sink):
+                self._selector.unregister(stream.fd)
+        elif sink in self._full and sink.nbytes < SINK_BYTES // 2:
+            self._full.remove(sink)
+            for stream in self._streams_of(sink):
+                self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
-    def _watch(self, fd: int, events: int, item: Stream | Sink) -> None:
-        if fd not in self._selector.get_map():
-            self._selector.register(fd, events, item)
-
-    def _unwatch(self, fd: int) -> None:
-        if fd in self._selector.get_map():
-            self._selector.unregister(fd)
+    def _streams_of(self, sink: Sink) -> list[Stream]:
+        return [stream for stream in self._streams if stream.sink is sink]

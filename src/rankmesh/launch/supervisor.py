@@ -94,8 +94,8 @@ class Supervisor:
             self._give_up_at = time.monotonic() + self._timeout
         while self._alive:
             deadlines = (self._kill_at, None if self._ending else self._give_up_at)
-            self._pump(min((at for at in deadlines if at is not None), default=None))
-            self.outcome.add(list(self._reap()))
+            if self._pump(min((at for at in deadlines if at is not None), default=None)):
+                self.outcome.add(list(self._reap()))
             self._check_ends(time.monotonic())
         self._drain()
         return self.outcome
@@ -139,15 +139,20 @@ class Supervisor:
         self._alive[plan.rank] = _Rank(plan.rank, process)
         self._errors[plan.rank] = err
 
-    def _pump(self, deadline: float | None) -> None:
-        """Wait for something to happen until then, and attend to it."""
+    def _pump(self, deadline: float | None) -> bool:
+        """Wait for something to happen until then, and attend to it. True if signals came: ranks may have ended.
+
+        Any signal counts: if very many come at once, the one for a rank's end may be lost among them."""
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        signals = b""
         for key, _ in self._selector.select(timeout):
             if isinstance(key.data, socket.socket):
-                for number in key.data.recv(4096):
-                    self._on_signal(number)
+                signals = key.data.recv(4096)
             else:
                 self._output.handle(key.data)
+        for number in signals:
+            self._on_signal(number)
+        return bool(signals)
 
     def _reap(self) -> Iterator[Exit]:
         for rank in tuple(self._alive.values()):

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 
-from rankmesh.buffers import EMPTY
 from rankmesh.config import Config
 from rankmesh.transport import Address, Link, Listener, Transport
 
 #: Bytes for one call where a test does not choose: about what the engine uses.
 CALL_BYTES = 256 * 1024
+
+NOTHING = memoryview(bytearray())
 
 
 class Pump:
@@ -59,7 +60,7 @@ class Pump:
             self.received += count
         self.link.wants_write(self.sent < self.outgoing.nbytes)
         if self.received == self.incoming.nbytes:
-            self.link.recv_into(EMPTY)  # answers a doorbell: a link may have rung to get rid of bytes it has taken
+            self.link.recv_into(NOTHING)  # answers a doorbell: a link may have rung to get rid of bytes it has taken
         return self.sent + self.received > before
 
 

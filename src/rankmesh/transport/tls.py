@@ -170,7 +170,7 @@ class TlsLink:
                 self._watch()
 
     def _read(self, view: memoryview) -> int:
-        """Fill the view as far as the socket allows. What stops it after the first byte is met again at the next call."""
+        """Fill the view as far as possible. What stops it after the first byte is met again by the next call."""
         count = self._decrypt(view)
         while count < view.nbytes and not self._read_ended and not self._failure:
             try:

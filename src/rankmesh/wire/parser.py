@@ -116,7 +116,8 @@ class Parser:
         nbytes = self.header[6]
         here = self._end - pos
         if here >= nbytes:
-            view[:] = self._view[pos : pos + nbytes]
+            if nbytes:
+                view[:] = self._view[pos : pos + nbytes]
             self._pos = pos + nbytes
             return True
         if here:
