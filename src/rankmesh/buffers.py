@@ -13,7 +13,7 @@ import numpy as np
 from rankmesh.errors import UsageError
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer as Buffer
 else:
     Buffer: TypeAlias = Any
 

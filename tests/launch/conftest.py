@@ -15,6 +15,7 @@ import pytest
 from launching import DEADLINE, Launch, Launched, Script
 from timing import scaled
 
+
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
     """Write a rank's program; `rank` and a few modules are there for it."""

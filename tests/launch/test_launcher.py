@@ -55,7 +55,7 @@ def test_each_rank_sees_its_place(launch: Launch, script: Script) -> None:
     for rank, place in enumerate(seen):
         assert place[:6] == ["rankmesh run", rank, 3, rank, 3, True]
         assert place[8] == [str(rank), "3", str(rank), "3", "127.0.0.1"]
-    assert len({tuple(map(str, place[6:8])) + (place[9],) for place in seen}) == 1
+    assert len({(run_id, token, port) for *_, run_id, token, _, port in seen}) == 1
     assert len(seen[0][7]) == 64
     assert launched.errors == ""
 
@@ -318,7 +318,8 @@ def test_the_kernel_alone_ends_a_rank_with_its_launcher(script: Script) -> None:
 
     code = (
         "import os, subprocess, sys\n"
-        "subprocess.Popen([sys.executable, '-I', '-S', sys.argv[1], str(os.getpid()), sys.executable, sys.argv[2]]).wait()"
+        "shim = [sys.executable, '-I', '-S', sys.argv[1], str(os.getpid())]\n"
+        "subprocess.Popen([*shim, sys.executable, sys.argv[2]]).wait()"
     )
     environ = {**os.environ, "RANK": "0"}
     command = [sys.executable, "-c", code, shim.__file__, script(WAIT)]
@@ -350,7 +351,8 @@ def test_a_ranks_children_end_with_it(launch: Launch, script: Script, code: int)
 def test_a_child_that_left_its_session_does_not_keep_the_launcher(launch: Launch, script: Script) -> None:
     program = script(
         """
-        child = subprocess.Popen([sys.executable, "-c", "import signal\\nwhile True: signal.pause()"], start_new_session=True)
+        wait = "import signal\\nwhile True: signal.pause()"
+        child = subprocess.Popen([sys.executable, "-c", wait], start_new_session=True)
         print("child", child.pid, flush=True)
         """
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from rankmesh.errors import ConfigError, JoinError, RankmeshError
@@ -203,7 +205,7 @@ def test_slurms_ports_differ_between_neighbouring_jobs_and_stay_below_the_epheme
     ports = {job: found({**SLURM, "SLURM_JOB_ID": str(job)}).master for job in range(200500, 200600)}
     numbers = sorted(master[1] for master in ports.values() if master is not None)
     assert len(numbers) == 100
-    assert all(b - a >= CANDIDATE_PORTS for a, b in zip(numbers, numbers[1:], strict=False))
+    assert all(b - a >= CANDIDATE_PORTS for a, b in itertools.pairwise(numbers))
     assert 15000 <= numbers[0] <= numbers[-1] + CANDIDATE_PORTS <= 32768
 
 

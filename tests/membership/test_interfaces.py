@@ -169,6 +169,12 @@ def choose_in(namespace: str, spec: str, host: str) -> list[str]:
 
 def test_beside_an_unreachable_interface_the_route_decides(namespace: str) -> None:
     assert choose_in(namespace, "", "10.77.1.1") == ["10.77.1.2", "wire"]
-    assert choose_in(namespace, "", "10.77.1.3") == ["10.77.1.3", "wire"]  # the rendezvous is here, on that very address
+    assert choose_in(namespace, "", "10.77.1.3") == [
+        "10.77.1.3",
+        "wire",
+    ]  # the rendezvous is here, on that very address
     assert choose_in(namespace, "nowhere", "10.77.1.1") == ["10.66.0.1", "nowhere"]
-    assert choose_in(namespace, "10.77.1.3/32", "10.77.1.1") == ["10.77.1.3", "wire"]  # a second address of one interface
+    assert choose_in(namespace, "10.77.1.3/32", "10.77.1.1") == [
+        "10.77.1.3",
+        "wire",
+    ]  # a second address of one interface

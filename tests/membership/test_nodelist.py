@@ -30,7 +30,8 @@ def test_lists_expand_in_slurms_order(text: str, nodes: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "a,", ",a", "a,,b", "n[", "n]", "n[1", "n[]", "n[1-]", "n[-1]", "n[3-1]", "n[a]", "n[1,,2]", "n[[1]]"]
+    "text",
+    ["", ",", "a,", ",a", "a,,b", "n[", "n]", "n[1", "n[]", "n[1-]", "n[-1]", "n[3-1]", "n[a]", "n[1,,2]", "n[[1]]"],
 )
 def test_a_damaged_list_is_an_error_that_shows_it(text: str) -> None:
     with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST") as caught:

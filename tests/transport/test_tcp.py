@@ -209,7 +209,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         link = listener.accept()
         arrived = memoryview(bytearray(10))
         run([Pump(link, incoming=arrived)], scaled(20))
-        assert arrived == b"last words"
+        assert bytes(arrived) == b"last words"
         assert wait_any([link], scaled(20))
         assert link.recv_into(memoryview(bytearray(10))) == 0
         assert process.wait(scaled(20)) == -9

@@ -240,11 +240,7 @@ def _launcher(_: argparse.Namespace) -> list[Finding]:
 
 def _seen_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """The variables that tell rankmesh something; secrets are not shown."""
-    exact = {
-        name
-        for s in SCHEMES
-        for name in (s.rank, *s.size, *s.local_rank, *s.local_size, *s.node_rank, *s.run_id)
-    }
+    exact = {name for s in SCHEMES for name in (s.rank, *s.size, *s.local_rank, *s.local_size, *s.node_rank, *s.run_id)}
     exact |= {"MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"}
     seen = sorted(name for name in environ if name in exact or name.startswith("RANKMESH_"))
     return [(name, "(set)" if name == "RANKMESH_TOKEN" else environ[name]) for name in seen]

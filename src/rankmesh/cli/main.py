@@ -27,7 +27,9 @@ COMMANDS: Final = {
 
 #: Exit code for errors that rankmesh itself reports, the same as argparse uses.
 USAGE: Final = 2
+#: What a shell says of programs ended by SIGINT and SIGPIPE.
 INTERRUPTED: Final = 130
+LOST_READER: Final = 141
 
 #: -v, -vv
 LEVELS: Final = (logging.WARNING, logging.INFO, logging.DEBUG)
@@ -59,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(
             level=LEVELS[min(args.verbose, len(LEVELS) - 1)], format="%(levelname)s %(name)s: %(message)s"
         )
-        return command.run(args)
+        code = command.run(args)
+        sys.stdout.flush()
+        return code
     except RankmeshError as error:
         print(f"rankmesh: error: {error}", file=sys.stderr)
         return USAGE
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output is gone; without this the interpreter would complain while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return USAGE
+        return LOST_READER
 
 
 class _ShowVersion(argparse.Action):

@@ -359,8 +359,11 @@ class Connector:
         """A connection from outside did not make it."""
         self._accepting.pop(admission, None)
         text = error.message if isinstance(error, RankmeshError) else getattr(error, "strerror", None) or str(error)
-        if not (isinstance(error, Refused) and error.code == Refusal.DUPLICATE):
-            logger.warning("Refused the connection from %s: %s.", admission.link.remote, text)
+        uid = admission.handshake.remote_uid
+        duplicate = isinstance(error, Refused) and error.code == Refusal.DUPLICATE
+        # Where both sides connect at once, one connection is dropped: nobody needs to know.
+        level = logging.DEBUG if duplicate or (uid is not None and self._known(uid) is not None) else logging.WARNING
+        logger.log(level, "Refused the connection from %s: %s.", admission.link.remote, text)
 
     def _dial_refused(self, admission: Admission, error: Exception) -> None:
         dial = self._dialing.pop(admission)

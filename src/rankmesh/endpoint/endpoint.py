@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections import deque
+from collections.abc import Mapping
 from time import monotonic
 from typing import Any, Self
 
@@ -57,10 +58,11 @@ class Endpoint:
         advertise: str | None = None,
         rank: int | None = None,
         run: str = "",
+        services: Mapping[int, Service] | None = None,
         **overrides: Any,
     ) -> None:
         """`address` None: this endpoint only connects. `advertise` is the address given to others where it is not `address`.
-        Other keyword arguments override fields of `config`."""
+        `rank`, `run` and `services` are for meshes and the layers above. Other keyword arguments override fields of `config`."""
         self.config = (config or Config()).override(**overrides)
         self.uid = os.urandom(16)
         self.host = socket.gethostname()
@@ -68,6 +70,7 @@ class Endpoint:
         self._rank = rank
         self._run = run
         self.hub = Hub(self.name, self.config)
+        self.hub.services.update(services or {})
         self._peers: dict[bytes, Peer] = {}
         self._members: dict[bytes, Peer] = {}
         self._sources: dict[int, Any] = {}
@@ -146,7 +149,11 @@ class Endpoint:
         )
 
     def add_member(self, identity: Identity, *, oneself: bool) -> Peer:
-        """A mesh makes its ranks known before they connect. With the engine's lock."""
+        """A mesh makes its ranks known. One that was quicker may be connected already. With the engine's lock."""
+        known = self._peers.get(identity.uid)
+        if known is not None:
+            self._members[identity.uid] = known
+            return known
         peer = Peer(self.hub, self._messages, identity=identity, loopback=oneself, addresses=tuple(map(Address.parse, identity.addresses)))
         self._peers[identity.uid] = peer
         self._members[identity.uid] = peer
@@ -166,7 +173,7 @@ class Endpoint:
         if peer is None or peer.router.gone:
             peer = dialed.peer if dialed is not None else self._new_peer()
             self._peers[identity.uid] = peer
-            if dialed is None:
+            if dialed is None and identity.rank is None:
                 self._arrive(peer)
         elif dialed is not None and dialed.peer is not peer:
             self._forget(dialed)
@@ -232,11 +239,6 @@ class Endpoint:
         return work.result()
 
     # ------------------------------------------------------------------ services
-
-    def serve(self, service: int, handler: Service) -> None:
-        """Answer requests for a service; see `Service` for what a handler may do."""
-        with self.hub.engine:
-            self.hub.services[service] = handler
 
     def request(self, peer: Peer, service: int, body: bytes, op: str, timeout: float | None = None) -> Reply:
         """Ask a peer's service and wait for the reply."""

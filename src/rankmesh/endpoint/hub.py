@@ -28,7 +28,7 @@ _OBJECT: Final = int(Flag.OBJECT)
 #: Looks at every peer's liveness per heartbeat interval: how finely silence is measured.
 LOOKS: Final = 4
 
-#: A service's handler: (router, ident, payload). It runs on the thread that leads, with the lock, and must not block;
+#: A service handler: (router, ident, payload). It runs on the thread that leads, with the lock, and must not block;
 #: the payload is valid during the call only. It answers by `router.reply(ident, …)`, now or later.
 Service = Callable[[PeerRouter, int, memoryview], None]
 

@@ -9,17 +9,17 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final
-
-from rankmesh.membership.store import StoreServer
 
 from rankmesh.config import Config
 from rankmesh.errors import ConfigError
 from rankmesh.launch.output import Multiplexer, Stream
 from rankmesh.launch.plan import Meeting, Program, World, plan_ranks
 from rankmesh.launch.supervisor import Supervisor
+from rankmesh.membership.interfaces import route_to
+from rankmesh.membership.store import StoreServer
 
 #: Colours of the ranks' prefixes, by rank: ANSI codes that can be read on light and dark terminals.
 COLOURS: Final = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
@@ -85,7 +85,9 @@ def _store(world: World, config: Config) -> Iterator[str]:
     if world.node_rank > 0:
         yield str(world.rendezvous)
         return
-    with StoreServer(str(world.rendezvous), config):
+    # The name may mean loopback on the host that bears it (/etc/hosts of Debian); the others come from outside.
+    host = route_to(world.rendezvous.host, world.rendezvous.port)
+    with StoreServer(str(replace(world.rendezvous, host=host)), config):
         yield str(world.rendezvous)
 
 

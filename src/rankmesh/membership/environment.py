@@ -22,7 +22,7 @@ from ipaddress import ip_address
 
 from rankmesh.errors import ConfigError, JoinError
 from rankmesh.membership import nodelist
-from rankmesh.membership.schemes import SCHEMES, Master, Scheme, Variables, Claim
+from rankmesh.membership.schemes import SCHEMES, Claim, Master, Scheme, Variables
 
 
 @dataclass(frozen=True, slots=True)

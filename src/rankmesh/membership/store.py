@@ -84,8 +84,9 @@ class StoreServer:
         self._values: dict[str, bytes] = {}
         self._nbytes = 0
         self._waiters: dict[str, set[_Waiter]] = {}
-        self._endpoint = Endpoint(address, name="store", config=config, advertise=advertise)
-        self._endpoint.serve(SERVICE, self._handle)
+        self._endpoint = Endpoint(
+            address, name="store", config=config, advertise=advertise, services={SERVICE: self._handle}
+        )
 
     @property
     def address(self) -> str:
@@ -179,7 +180,7 @@ class StoreServer:
 
 
 def _answer(router: PeerRouter, ident: int, value: Any, failed: bool = False) -> None:
-    body = _encode(value)
+    body = value.encode() if failed else _encode(value)
     router.reply(ident, [memoryview(body)], len(body), failed)
 
 
@@ -221,7 +222,7 @@ class StoreClient:
     def _ask(self, ask: Ask, kind: type[T], timeout: float | None) -> T:
         reply = self._endpoint.request(self._peer, SERVICE, _encode(ask), f"store {ask.__class__.__name__.lower()} at", timeout)
         if reply.failed:
-            text = msgspec.msgpack.decode(reply.payload, type=str)
+            text = bytes(reply.payload).decode(errors="replace")
             raise RemoteError(f"The store refused: {text}.", remote_type="StoreError", remote_message=text, peer=str(self._peer))
         try:
             return msgspec.msgpack.decode(reply.payload, type=kind)
