@@ -113,11 +113,10 @@ class Hub:
                 posted.fail(self._nobody_left(posted))
             return not posted.finished
         router = self.routers[posted.source]
+        if isinstance(router, PeerRouter) and router.link is None and not router.gone:
+            self.want_link(router)  # whoever waits for a peer must learn of its end
         if router.gone:
             posted.fail(router.lost_error(posted.op, posted.tag))
-            return False
-        if isinstance(router, PeerRouter) and router.link is None:
-            self.want_link(router)  # whoever waits for a peer must learn of its end
         return not posted.finished
 
     def waiting_for(self, source: int, group: int | None = None) -> list[Posted]:

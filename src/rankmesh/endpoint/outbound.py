@@ -103,7 +103,7 @@ class Outbound:
                 return self._send_now(group, tag, flags, parts, nbytes, timeout)
             send = Send(self._router, "send to", group, tag, flags, parts, nbytes, timeout)
             self.start(send)
-            return None if send.finished else send
+            return send
         finally:
             engine.release()
 

@@ -88,7 +88,7 @@ class Posted(Work[Status]):
     def __init__(
         self, hub: Hub, op: str, peer: Any, group: int, source: int, tag: int, sources: Mapping[int, Any], timeout: float
     ) -> None:
-        super().__init__(hub.engine, op, peer, tag, timeout)
+        super().__init__(hub.engine, op, peer, tag if tag >= 0 else None, timeout)
         self._hub = hub
         self._sources = sources
         self.group = group
