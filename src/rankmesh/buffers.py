@@ -13,7 +13,7 @@ import numpy as np
 from rankmesh.errors import UsageError
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer as Buffer
+    from typing_extensions import Buffer as Buffer  # noqa: PLC0414  # `as` marks it as exported
 else:
     Buffer: TypeAlias = Any
 
@@ -25,7 +25,7 @@ def readable(data: Any) -> memoryview:
     try:
         view = memoryview(data)
     except (TypeError, ValueError):  # no buffer; numpy says ValueError for a dtype the protocol has no format for
-        view = memoryview(_foreign(data))
+        view = _foreign(data).data
     if view.ndim == 1 and view.format == "B" and view.c_contiguous:
         return view
     if not view.c_contiguous:
@@ -42,7 +42,7 @@ def readable(data: Any) -> memoryview:
         return view.cast("B")
     except (TypeError, ValueError):
         # formats memoryview cannot cast (half floats with ml_dtypes, structured and datetime arrays)
-        return memoryview(np.asarray(data).reshape(-1).view(np.uint8))
+        return np.asarray(data).reshape(-1).view(np.uint8).data
 
 
 def writable(out: Any) -> memoryview:
@@ -55,7 +55,7 @@ def writable(out: Any) -> memoryview:
 
 def fresh(nbytes: int) -> memoryview:
     """New memory of our own, not cleared."""
-    return memoryview(np.empty(nbytes, np.uint8)) if nbytes else EMPTY
+    return np.empty(nbytes, np.uint8).data if nbytes else EMPTY
 
 
 def _name(data: Any) -> str:
@@ -68,7 +68,10 @@ def _foreign(data: Any) -> np.ndarray[Any, Any]:
         raise UsageError("a str is not a buffer. Use send_object(), or encode it to bytes.")
     if isinstance(data, np.ndarray):  # a dtype the buffer protocol has no format for (bfloat16, datetime64)
         if not data.flags.c_contiguous:
-            raise UsageError(f"{_name(data)} of shape {data.shape} is not contiguous. Pass numpy.ascontiguousarray(x), which copies it.")
+            raise UsageError(
+                f"{_name(data)} of shape {data.shape} is not contiguous. Pass numpy.ascontiguousarray(x), which "
+                "copies it."
+            )
         return data.reshape(-1).view(np.uint8)
     try:
         if hasattr(data, "__dlpack__"):
@@ -82,7 +85,10 @@ def _foreign(data: Any) -> np.ndarray[Any, Any]:
         raise
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"{_name(data)} offers no view of its memory: {error}.") from error
-    raise UsageError(f"{_name(data)} is not a buffer. Pass a numpy array, bytes, a bytearray or a memoryview; use send_object() for other objects.")
+    raise UsageError(
+        f"{_name(data)} is not a buffer. Pass a numpy array, bytes, a bytearray or a memoryview; use send_object() "
+        "for other objects."
+    )
 
 
 class BufferPool:

@@ -33,7 +33,8 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings of an Endpoint or a Mesh. Explicit arguments beat `Config`; the environment counts only via `from_env()`."""
+    """Settings of an Endpoint or a Mesh. Explicit arguments beat `Config`; the environment counts only via
+    `from_env()`."""
 
     #: Shared secret of the cluster; required off loopback. Never shown by `repr`.
     token: str = ""
@@ -93,7 +94,9 @@ class Config:
             raise ConfigError(f"Config.spin must be between 0 and 0.01 seconds, not {self.spin!r}.")
         first, last = self.connect_backoff
         if not 0 < first <= last:
-            raise ConfigError(f"Config.connect_backoff must be (first, last) with 0 < first <= last, not {self.connect_backoff!r}.")
+            raise ConfigError(
+                f"Config.connect_backoff must be (first, last) with 0 < first <= last, not {self.connect_backoff!r}."
+            )
         if not 0 < self.eager_bytes <= self.lane_credit_bytes // 2:
             raise ConfigError("Config.eager_bytes must be positive and at most half of lane_credit_bytes.")
         if self.lane_credit_bytes > self.peer_credit_bytes:
@@ -103,7 +106,11 @@ class Config:
                 raise ConfigError(f"Config.{name} must be at least 1, not {getattr(self, name)!r}.")
 
     def __repr__(self) -> str:
-        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "token" and getattr(self, f.name) != f.default)
+        shown = (
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.name != "token" and getattr(self, f.name) != f.default
+        )
         secret = ["token=…"] if self.token else []
         return f"Config({', '.join([*secret, *shown])})"
 

@@ -26,6 +26,8 @@ from its attributes, ends with one sentence on what to do, and survives pickling
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 
@@ -154,7 +156,7 @@ class RemoteError(RankmeshError):
 class DesyncError(RankmeshError):
     """Ranks disagree on which collective they are in. Attribute: calls (rank → call)."""
 
-    calls: dict[int, str] = {}
+    calls: Mapping[int, str] = MappingProxyType({})
 
 
 class EpochChanged(RankmeshError):

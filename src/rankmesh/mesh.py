@@ -38,9 +38,10 @@ def join(
 ) -> Mesh:
     """Enter a world of ranks; return when all of them are there.
 
-    Without arguments the launcher's environment counts: `rankmesh run`, torchrun, mpiexec, srun, a Kubernetes indexed job. With
-    `url`, `rank` and `size`, rank 0 hosts the store at `url`, and the others find it there. `config` defaults to `Config.from_env()`;
-    further keyword arguments override its fields. Raises JoinError, which names who is missing or in the way.
+    Without arguments the launcher's environment counts: `rankmesh run`, torchrun, mpiexec, srun, a Kubernetes
+    indexed job. With `url`, `rank` and `size`, rank 0 hosts the store at `url`, and the others find it there.
+    `config` defaults to `Config.from_env()`; further keyword arguments override its fields. Raises JoinError, which
+    names who is missing or in the way.
     """
     config = (config or Config.from_env()).override(**overrides)
     meeting = _meeting(url, rank, size, config)
@@ -70,15 +71,21 @@ def join(
 
 def _meeting(url: str | None, rank: int | None, size: int | None, config: Config) -> Meeting:
     if (rank is None) != (size is None):
-        raise ConfigError("join() needs rank= and size= together, or neither. Pass both, or let the launcher's environment tell.")
+        raise ConfigError(
+            "join() needs rank= and size= together, or neither. Pass both, or let the launcher's environment tell."
+        )
     if rank is not None and size is not None:
         if url is None and size > 1:
-            raise ConfigError("join(rank=…, size=…) needs an address too, the same for all ranks: join('tcp://10.0.0.1:7000', rank=0, size=2).")
+            raise ConfigError(
+                "join(rank=…, size=…) needs an address too, the same for all ranks: join('tcp://10.0.0.1:7000', "
+                "rank=0, size=2)."
+            )
         return Meeting.at(url or f"inproc://solo-{os.urandom(8).hex()}", rank, size)
     placement = detect(os.environ, parent_pid=os.getppid())
     if placement is None:
         raise JoinError(
-            "No launcher told this process its rank. Start it with `rankmesh run -n 4 script.py`, torchrun, mpiexec or srun, "
+            "No launcher told this process its rank. Start it with `rankmesh run -n 4 script.py`, torchrun, "
+            "mpiexec or srun, "
             "or pass an address, rank= and size= to join()."
         )
     logger.info("%s says: rank %d of %d.", placement.source, placement.rank, placement.size)
@@ -104,10 +111,13 @@ class _AnyRank:
 class Mesh:
     """A world of ranks: messages between any two of them. `join()` makes it; use it as a context manager.
 
-    All methods may be used from many threads. Every call that can wait takes `timeout` in seconds (None: Config.timeout).
+    All methods may be used from many threads. Every call that can wait takes `timeout` in seconds (None:
+    Config.timeout).
     """
 
-    def __init__(self, endpoint: Endpoint, rank: int, members: Sequence[Member], server: StoreServer | None = None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, rank: int, members: Sequence[Member], server: StoreServer | None = None
+    ) -> None:
         self.rank = rank
         self.size = len(members)
         self.epoch = 0
@@ -126,7 +136,8 @@ class Mesh:
             hub.on_control = self._on_control
 
     def gather_at_hub(self, deadline: float) -> None:
-        """Every rank says hello to rank 0 and hears back: all have the table, and each keeps a connection over which it learns of losses."""
+        """Every rank says hello to rank 0 and hears back: all have the table, and each keeps a connection over which
+        it learns of losses."""
         timeout = max(deadline - monotonic(), 0.1)
         others = range(1, self.size) if self.rank == 0 else (0,)
         for rank in others:
@@ -157,7 +168,9 @@ class Mesh:
         """Like `send`, without waiting. The buffer belongs to the Work until it is done."""
         return self._messages.isend(self._router(to), data, tag, timeout)
 
-    def irecv(self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Work[Status]:
+    def irecv(
+        self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None
+    ) -> Work[Status]:
         """Like `recv`, without waiting."""
         peer, index = self._source(source)
         return self._messages.irecv(peer, index, out, tag, timeout)
@@ -268,4 +281,3 @@ class Mesh:
 
 def _bad_rank(rank: int, size: int) -> UsageError:
     return UsageError(f"There is no rank {rank} in a world of {size}: ranks are 0 … {size - 1}. Correct the rank.")
-

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import os
 import pty
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from launching import DEADLINE, Launch, Launched, Script
+from rankmesh.launch import shim, supervisor
+from rankmesh.launch.output import Multiplexer, Stream
+from rankmesh.launch.plan import RankPlan
+from rankmesh.launch.supervisor import Supervisor
 from timing import scaled, wait_until
 
 #: A rank that says so and then waits to be ended.
@@ -122,6 +129,22 @@ def test_lines_are_whole_and_prefixed(launch: Launch, script: Script) -> None:
     for rank in range(4):
         assert launched.lines(rank) == [f"{rank} {'x' * (i * 7)} {i}" for i in range(300)]
     assert sorted(launched.errors.splitlines()) == [f"[{rank}] last {rank}" for rank in range(4)]
+
+
+def test_lines_stay_whole_where_both_streams_lead_to_one_file(script: Script) -> None:
+    program = script(
+        """
+        for i in range(200):
+            print("o" * 3000)
+            print("e" * 3000, file=sys.stderr)
+        """
+    )
+    command = [sys.executable, "-m", "rankmesh", "run", "-n", "2", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text, _ = process.communicate(timeout=scaled(DEADLINE))
+    assert process.returncode == 0
+    whole = {f"[{rank}] {letter * 3000}": 200 for rank in (0, 1) for letter in "oe"}
+    assert Counter(text.decode().splitlines()) == whole
 
 
 def test_prefixes_are_aligned(launch: Launch, script: Script) -> None:
@@ -287,6 +310,20 @@ def test_a_second_ctrl_c_skips_the_grace(launch: Launch, script: Script) -> None
     assert all(map(is_gone, pids(launched)))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_stays_ignored(launch: Launch, script: Script, number: int) -> None:
+    """nohup ignores SIGHUP, and a shell's background jobs SIGINT."""
+    previous = signal.signal(number, signal.SIG_IGN)
+    try:
+        launched = launch("-n", "1", script(WAIT))
+    finally:
+        signal.signal(number, previous)
+    launched.wait_for("[0] ready")
+    launched.process.send_signal(number)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.finish() == 143
+
+
 def test_a_time_limit_ends_the_ranks(launch: Launch, script: Script) -> None:
     launched = launch("-n", "2", "--timeout", "0.5", script("while True: signal.pause()"))
     assert launched.finish() == 124
@@ -314,11 +351,9 @@ def test_when_the_launcher_is_killed_ranks_and_their_children_end(launch: Launch
 
 def test_the_kernel_alone_ends_a_rank_with_its_launcher(script: Script) -> None:
     """Also if the guard is killed together with the launcher."""
-    from rankmesh.launch import shim
-
     code = (
         "import os, subprocess, sys\n"
-        "shim = [sys.executable, '-I', '-S', sys.argv[1], str(os.getpid())]\n"
+        "shim = [sys.executable, '-P', '-S', sys.argv[1], str(os.getpid())]\n"
         "subprocess.Popen([*shim, sys.executable, sys.argv[2]]).wait()"
     )
     environ = {**os.environ, "RANK": "0"}
@@ -332,9 +367,7 @@ def test_the_kernel_alone_ends_a_rank_with_its_launcher(script: Script) -> None:
 
 
 def test_a_rank_whose_launcher_is_gone_does_not_begin(script: Script) -> None:
-    from rankmesh.launch import shim
-
-    command = [sys.executable, "-I", "-S", shim.__file__, "1", sys.executable, script("print('began')")]
+    command = [sys.executable, "-P", "-S", shim.__file__, "1", sys.executable, script("print('began')")]
     process = subprocess.run(command, capture_output=True, timeout=scaled(DEADLINE), check=False)
     assert process.returncode == 1
     assert process.stdout == b""
@@ -364,6 +397,46 @@ def test_a_child_that_left_its_session_does_not_keep_the_launcher(launch: Launch
         assert not is_gone(child)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_that_left_its_session_and_keeps_talking_does_not_keep_the_launcher(
+    launch: Launch, script: Script
+) -> None:
+    program = script(
+        """
+        talk = "import time\\nwhile True: print('x' * 1000); time.sleep(0.001)"
+        child = subprocess.Popen([sys.executable, "-c", talk], start_new_session=True)
+        print("child", child.pid, flush=True)
+        """
+    )
+    launched = launch("-n", "1", program)
+    launched.wait_for("child", "\n")
+    (child,) = pids(launched, "child")
+    try:
+        assert launched.finish() == 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_rank_that_cannot_be_killed_is_given_up(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal_group = supervisor._signal_group
+    monkeypatch.setattr(supervisor, "UNKILLABLE", 0.1)
+    monkeypatch.setattr(supervisor, "_signal_group", lambda group, number: None)
+    plan = RankPlan(0, [sys.executable, script(WAIT)], {**os.environ, "RANK": "0"})
+    with selectors.PollSelector() as selector, open(os.devnull, "wb") as null:
+        output = Multiplexer(selector)
+
+        def streams(rank: int, out: IO[bytes], err: IO[bytes]) -> tuple[Stream, Stream]:
+            return Stream(out, output.sink(null.fileno()), bytes, None), Stream(
+                err, output.sink(null.fileno()), bytes, None
+            )
+
+        with Supervisor(selector, output, grace=0.1, timeout=0.1) as running:
+            outcome = running.run([plan], streams)
+            (pid,) = outcome.stuck.values()
+            signal_group(pid, signal.SIGKILL)  # nothing stays behind of this test either
+    assert outcome.code == 124
+    assert f"rank 0 (pid {pid}) cannot be killed" in outcome.report([], timeout=0.1)[0]
 
 
 def test_a_killed_guard_does_not_end_a_healthy_run(launch: Launch, script: Script) -> None:

@@ -5,13 +5,14 @@
 What travels, and what it arrives as:
 
     None bool float complex str bytes list dict      the same; a dict's keys may be anything here that is hashable
-    int                                              the same, up to 1 MiB of digits
+    int                                              the same, up to 1 MiB
     tuple set frozenset range slice                  the same
     bytearray memoryview                             bytes
     datetime date time timedelta Decimal UUID        the same; a time zone arrives as its fixed offset from UTC
     numpy arrays and scalars                         the same dtype, shape and order (C or Fortran)
     torch CPU tensors                                the same dtype and shape, contiguous, without gradient
     dataclasses, msgspec Structs                     dict (list if array_like); with `decode(…, type=T)` a T again
+    an Enum, as a field of these                     its value; elsewhere it is refused
     subclasses of str, int, float, a container       the plain type: OrderedDict → dict, a namedtuple → tuple
     anything else                                    refused, or pickled where both sides said `allow_pickle=True`
 

@@ -1,6 +1,7 @@
 """A connection on its way in: the transport's own set-up, then the handshake, within a deadline and a few KiB.
 
-Nothing of a peer is parsed here but the handshake, and never a byte more than it asks for is read. All methods need the engine's lock.
+Nothing of a peer is parsed here but the handshake, and never a byte more than it asks for is read. All methods need
+the engine's lock.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 class Admission:
     """Drives one link to the end of its handshake.
 
-    `progressed(admission)` is called when the remote uid becomes known, when the acceptor must decide, and when it is done;
-    `failed(admission, error)` when it failed, timed out or was refused. Exactly one of done and failed happens.
+    `progressed(admission)` is called when the remote uid becomes known, when the acceptor must decide, and when it
+    is done; `failed(admission, error)` when it failed, timed out or was refused. Exactly one of done and failed
+    happens.
     """
 
     def __init__(
@@ -138,7 +140,9 @@ class Admission:
 
     def _expire(self) -> None:
         said = "nothing" if not self.spoke else "too little"
-        self._fail_with(ConnectError(f"the other side said {said} within {self._timeout:g} s", reason="handshake deadline"))
+        self._fail_with(
+            ConnectError(f"the other side said {said} within {self._timeout:g} s", reason="handshake deadline")
+        )
 
     def _fail_with(self, error: Exception) -> None:
         if self.over:
@@ -167,4 +171,6 @@ class Admission:
 
 
 def _closed() -> ConnectError:
-    return ConnectError("the other side closed the connection during the handshake", reason="closed during the handshake")
+    return ConnectError(
+        "the other side closed the connection during the handshake", reason="closed during the handshake"
+    )

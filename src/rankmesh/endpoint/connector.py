@@ -1,8 +1,9 @@
-"""How connections come about: listeners, attempts of our own, and which of two is kept. All methods need the engine's lock.
+"""How connections come about: listeners, attempts of our own, and which of two is kept. All methods need the
+engine's lock.
 
-An attempt (`Dial`) belongs to a router. It looks the name up on a helper thread, tries the addresses in turn with back-off until
-its deadline, and ends in one of three ways: the router has a link (from this attempt or from the other side's), the
-peer turns out to be connected already, or the attempt failed and says why.
+An attempt (`Dial`) belongs to a router. It looks the name up on a helper thread, tries the addresses in turn with
+back-off until its deadline, and ends in one of three ways: the router has a link (from this attempt or from the
+other side's), the peer turns out to be connected already, or the attempt failed and says why.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ class Dial:
     """An attempt to reach a peer."""
 
     def __init__(
-        self, connector: Connector, router: PeerRouter, addresses: list[Address], deadline: float, work: Work[Peer] | None
+        self,
+        connector: Connector,
+        router: PeerRouter,
+        addresses: list[Address],
+        deadline: float,
+        work: Work[Peer] | None,
     ) -> None:
         self.router = router
         #: Somebody waits for this peer in connect().
         self.work = work
-        #: A patient attempt goes on until its deadline, because the other side may yet be started. Without patience a refused
-        #: connection means that the peer, which was there, is gone.
+        #: A patient attempt goes on until its deadline, because the other side may yet be started. Without patience
+        #: a refused connection means that the peer, which was there, is gone.
         self.patient = work is not None
         self.deadline = deadline
         self.remote_uid = router.peer.uid
@@ -131,7 +137,9 @@ class Dial:
             self._attempt_failed(error)
 
     def _attempt_failed(self, error: Exception) -> None:
-        self.trouble = str(error.strerror or error) if isinstance(error, OSError) else str(getattr(error, "reason", "") or error)
+        self.trouble = (
+            str(error.strerror or error) if isinstance(error, OSError) else str(getattr(error, "reason", "") or error)
+        )
         self._next += 1
         if self._next < len(self._numeric):
             self._attempt()
@@ -152,11 +160,17 @@ class Dial:
         if self._over:
             return
         self._over = True
-        hint = str(getattr(error, "hint", "")) or "Check that the process runs there and that the address can be reached (rankmesh doctor --reach)."
+        hint = (
+            str(getattr(error, "hint", ""))
+            or "Check that the process runs there and that the address can be reached (rankmesh doctor --reach)."
+        )
         self._connector.dial_failed(
             self,
             ConnectError(
-                f"{self.router.peer} cannot be reached at {self.where}: {self.trouble}.", address=self.where, reason=self.trouble, hint=hint
+                f"{self.router.peer} cannot be reached at {self.where}: {self.trouble}.",
+                address=self.where,
+                reason=self.trouble,
+                hint=hint,
             ),
         )
 
@@ -164,8 +178,8 @@ class Dial:
 class Connector:
     """Makes and accepts the connections of one endpoint, which tells it who is known.
 
-    known(uid): the router of a peer, if there is one. bind(identity, dialed): the router that a new connection belongs to.
-    objection(identity): why a peer that proved itself is not wanted all the same, or nothing.
+    known(uid): the router of a peer, if there is one. bind(identity, dialed): the router that a new connection
+    belongs to. objection(identity): why a peer that proved itself is not wanted all the same, or nothing.
     """
 
     def __init__(
@@ -198,7 +212,10 @@ class Connector:
         try:
             listener = transport_for(address).listen(address, self.hub.config)
         except OSError as error:
-            raise ConfigError(f"Cannot listen on {address}: {error.strerror or error}. Choose another address, or port 0 for a free one.") from error
+            raise ConfigError(
+                f"Cannot listen on {address}: {error.strerror or error}. Choose another address, or port 0 for a "
+                "free one."
+            ) from error
         self._listeners.append(listener)
         self.hub.engine.watch(listener.fileno(), _IN, lambda mask: self._accept(listener))
         return listener.address
@@ -210,7 +227,11 @@ class Connector:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.warning("Cannot accept a connection on %s: %s. Trying again shortly.", listener.address, error.strerror or error)
+                logger.warning(
+                    "Cannot accept a connection on %s: %s. Trying again shortly.",
+                    listener.address,
+                    error.strerror or error,
+                )
                 self.hub.engine.modify(listener.fileno(), 0)
                 self.hub.engine.call_at(monotonic() + ACCEPT_PAUSE, lambda: self._listen_again(listener))
                 return
@@ -225,12 +246,16 @@ class Connector:
     def _make_room(self) -> None:
         """Strangers must not keep peers out: the oldest that has said nothing goes, or else the oldest."""
         oldest = next((admission for admission in self._accepting if not admission.spoke), next(iter(self._accepting)))
-        self._refused(oldest, ConnectError("too many connections are in the handshake at once", reason="too many handshakes"))
+        self._refused(
+            oldest, ConnectError("too many connections are in the handshake at once", reason="too many handshakes")
+        )
         oldest.drop()
 
     # ------------------------------------------------------------------ dialing
 
-    def dial(self, router: PeerRouter, addresses: list[Address], deadline: float, work: Work[Peer] | None = None) -> None:
+    def dial(
+        self, router: PeerRouter, addresses: list[Address], deadline: float, work: Work[Peer] | None = None
+    ) -> None:
         """Begin to connect, unless that is under way. `work` is finished with the peer, or failed."""
         if router.index not in self._dials:
             dial = Dial(self, router, addresses, deadline, work)
@@ -336,7 +361,9 @@ class Connector:
         if objection:
             link.abort()
             if dial is not None:
-                self.dial_failed(dial, ConnectError(f"{dial.router.peer}: {objection}.", reason=objection, address=dial.where))
+                self.dial_failed(
+                    dial, ConnectError(f"{dial.router.peer}: {objection}.", reason=objection, address=dial.where)
+                )
             return
         router = self._bind(remote, dial.router if dial is not None else None)
         if router.link is None:

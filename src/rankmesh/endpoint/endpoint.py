@@ -61,8 +61,9 @@ class Endpoint:
         services: Mapping[int, Service] | None = None,
         **overrides: Any,
     ) -> None:
-        """`address` None: this endpoint only connects. `advertise` is the address given to others where it is not `address`.
-        `rank`, `run` and `services` are for meshes and the layers above. Other keyword arguments override fields of `config`."""
+        """`address` None: this endpoint only connects. `advertise` is the address given to others where it is not
+        `address`. `rank`, `run` and `services` are for meshes and the layers above. Other keyword arguments override
+        fields of `config`."""
         self.config = (config or Config()).override(**overrides)
         self.uid = os.urandom(16)
         self.host = socket.gethostname()
@@ -93,7 +94,10 @@ class Endpoint:
 
     def _listen(self, address: Address, advertise: str | None) -> str:
         if address.is_wildcard and advertise is None:
-            raise ConfigError(f"{address} is every address of this host and none that others can connect to. Pass advertise='tcp://host:port' too, or listen on one address.")
+            raise ConfigError(
+                f"{address} is every address of this host and none that others can connect to. Pass "
+                "advertise='tcp://host:port' too, or listen on one address."
+            )
         with self.hub.engine:
             listening = self._connector.listen(address)
         if advertise is None:
@@ -115,7 +119,13 @@ class Endpoint:
 
     def info(self) -> dict[str, Any]:
         """What another endpoint needs to connect: give it to its `connect()`."""
-        return {"uid": self.uid.hex(), "name": self.name, "host": self.host, "pid": os.getpid(), "addresses": list(self._addresses)}
+        return {
+            "uid": self.uid.hex(),
+            "name": self.name,
+            "host": self.host,
+            "pid": os.getpid(),
+            "addresses": list(self._addresses),
+        }
 
     def objection(self, identity: Identity) -> str:
         """Why a peer that proved itself is not wanted all the same. Meshes refuse strangers here."""
@@ -154,7 +164,13 @@ class Endpoint:
         if known is not None:
             self._members[identity.uid] = known
             return known
-        peer = Peer(self.hub, self._messages, identity=identity, loopback=oneself, addresses=tuple(map(Address.parse, identity.addresses)))
+        peer = Peer(
+            self.hub,
+            self._messages,
+            identity=identity,
+            loopback=oneself,
+            addresses=tuple(map(Address.parse, identity.addresses)),
+        )
         self._peers[identity.uid] = peer
         self._members[identity.uid] = peer
         self._sources[peer.router.index] = peer
@@ -209,10 +225,15 @@ class Endpoint:
         texts = [target] if isinstance(target, str) else target.get("addresses", [])
         addresses = tuple(map(Address.parse, texts))
         if not addresses:
-            raise ConfigError(f"{target!r} has no address to connect to. Give an address, or the info() of an endpoint that listens.")
+            raise ConfigError(
+                f"{target!r} has no address to connect to. Give an address, or the info() of an endpoint that listens."
+            )
         timeout = self.config.timeout if timeout is None else timeout
         if any(not address.is_loopback for address in addresses) and not self.config.token:
-            raise ConfigError(f"Connecting to {texts[0]}, off this machine, needs a cluster token. Set RANKMESH_TOKEN or Config(token=…) on both sides.")
+            raise ConfigError(
+                f"Connecting to {texts[0]}, off this machine, needs a cluster token. Set RANKMESH_TOKEN or "
+                "Config(token=…) on both sides."
+            )
         with self.hub.engine:
             self.hub.check_open()
             peer = self._new_peer(addresses)
@@ -246,7 +267,9 @@ class Endpoint:
             self.hub.check_open()
             assert isinstance(peer.router, PeerRouter)
             parts = [memoryview(body)]
-            request = peer.router.request(service, parts, len(body), op, self.config.timeout if timeout is None else timeout)
+            request = peer.router.request(
+                service, parts, len(body), op, self.config.timeout if timeout is None else timeout
+            )
         return request.result()
 
     # ------------------------------------------------------------------ messages from anyone
@@ -266,7 +289,8 @@ class Endpoint:
     # ------------------------------------------------------------------ the end
 
     def close(self, timeout: float | None = None) -> None:
-        """Let what was sent leave, say goodbye, and free everything. Raises DeadlineError if sends remained; all is freed then too."""
+        """Let what was sent leave, say goodbye, and free everything. Raises DeadlineError if sends remained; all is
+        freed then too."""
         engine = self.hub.engine
         deadline = monotonic() + (self.config.close_timeout if timeout is None else timeout)
         with engine:
@@ -282,7 +306,11 @@ class Endpoint:
             self._free(routers)
         engine.stop()
         if unsent:
-            raise DeadlineError(f"Endpoint {self.name!r} was closed before everything was sent to {', '.join(unsent)}.", op="close", peer=", ".join(unsent))
+            raise DeadlineError(
+                f"Endpoint {self.name!r} was closed before everything was sent to {', '.join(unsent)}.",
+                op="close",
+                peer=", ".join(unsent),
+            )
 
     def abort(self) -> None:
         """Drop everything at once: peers see a lost connection."""
@@ -297,7 +325,7 @@ class Endpoint:
         self._connector.close()
 
         def closed(op: str, tag: int | None) -> ClosedError:
-            return ClosedError(f"{self.hub.closed} The {op.split()[0]} under way ended with it.")
+            return ClosedError(f"{self.hub.closed} The {op.split(maxsplit=1)[0]} under way ended with it.")
 
         for router in routers:
             router.free(closed)

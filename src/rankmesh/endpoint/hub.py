@@ -1,4 +1,5 @@
-"""Hub: what all conversations of one endpoint share. All methods need the engine's lock, unless they say that they take it."""
+"""Hub: what all conversations of one endpoint share. All methods need the engine's lock, unless they say that they
+take it."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Hub:
     # ------------------------------------------------------------------ receiving
 
     def take_receive(self, index: int, group: int, tag: int, flags: int) -> Receive | None:
-        """The receive that an arriving message goes to. One that expects the other kind fails, and leaves it to the next."""
+        """The receive that an arriving message goes to. One that expects the other kind fails, and leaves it to the
+        next."""
         while True:
             receive = self.matcher.take_posted(group, index, tag)
             if receive is None or receive.wants_object == bool(flags & _OBJECT):
@@ -188,7 +190,8 @@ class Hub:
         self._grant_rpc()
 
     def rpc_withdrawn(self, inbound: Inbound, ident: int | None = None) -> bool:
-        """Forget an announcement that waits for room; all of a connection's when `ident` is None. False: there was none."""
+        """Forget an announcement that waits for room; all of a connection's when `ident` is None. False: there was
+        none."""
         kept = [entry for entry in self._rpc_waiting if entry[0] is not inbound or ident not in (None, entry[1][5])]
         found = len(kept) < len(self._rpc_waiting)
         self._rpc_waiting = deque(kept)

@@ -1,7 +1,8 @@
 """The receiving half of a conversation: from readable bytes to matched messages. All methods need the engine's lock.
 
-A frame's header decides where its payload goes, and the bytes go there: into the posted receive, into memory of our own (no receive
-yet, a request, a reply), or nowhere. What does not fit is refused at the announcement or read past; the stream stays in step.
+A frame's header decides where its payload goes, and the bytes go there: into the posted receive, into memory of our
+own (no receive yet, a request, a reply), or nowhere. What does not fit is refused at the announcement or read past;
+the stream stays in step.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class Inbound:
         """Forget what was under way; the receives that waited for its bytes are returned."""
         self._link = None
         self._then = None
-        landings = {id(landing): landing for landing in (self._landing, *self._incoming.values()) if landing is not None}
+        landings = {
+            id(landing): landing for landing in (self._landing, *self._incoming.values()) if landing is not None
+        }
         self._landing = None
         self._incoming.clear()
         for message in self._announced.values():
@@ -241,7 +244,9 @@ class Inbound:
         _, _, flags, group, tag, ident, _, nbytes = header
         limit = self._config.max_rpc_bytes if flags & RPC else self._config.max_message_bytes
         if nbytes > limit:
-            raise ProtocolError(f"a transfer of {nbytes} bytes was announced, over the limit of {limit}", reason="transfer too large")
+            raise ProtocolError(
+                f"a transfer of {nbytes} bytes was announced, over the limit of {limit}", reason="transfer too large"
+            )
         if ident in self._announced or ident in self._incoming:
             raise ProtocolError(f"transfer {ident} was announced twice", reason="transfer announced twice")
         if len(self._announced) >= MAX_ANNOUNCED:
@@ -285,7 +290,10 @@ class Inbound:
         if landing is None:
             raise ProtocolError(f"data of transfer {ident}, which was not granted", reason="unknown transfer")
         if not nbytes or offset != landing.got or offset + nbytes > landing.nbytes:
-            raise ProtocolError(f"piece {offset}+{nbytes} of transfer {ident} ({landing.got} of {landing.nbytes} so far)", reason="bad piece")
+            raise ProtocolError(
+                f"piece {offset}+{nbytes} of transfer {ident} ({landing.got} of {landing.nbytes} so far)",
+                reason="bad piece",
+            )
         view = landing.view
         done = self._parser.drop() if view is None else self._parser.into(view[offset : offset + nbytes])
         if done:
@@ -317,7 +325,8 @@ class Inbound:
             self._router.outbound.control(Kind.REFUSE, landing.ident)
 
     def _on_withdraw(self, header: Header) -> None:
-        """The sender takes its announcement back. One that was granted meanwhile leaves its receive as if it had never come."""
+        """The sender takes its announcement back. One that was granted meanwhile leaves its receive as if it had
+        never come."""
         ident = header[5]
         message = self._announced.pop(ident, None)
         if message is not None:
@@ -341,7 +350,8 @@ class Inbound:
             peer = self._router.peer
             landing.receive.fail(
                 TransferAborted(
-                    f"{peer} gave up in the middle of the message for {landing.receive.describe()}, after {landing.got} of {landing.nbytes} bytes.",
+                    f"{peer} gave up in the middle of the message for {landing.receive.describe()}, after "
+                    f"{landing.got} of {landing.nbytes} bytes.",
                     **peer.attributes(),
                     op=landing.receive.op,
                     tag=landing.tag,
@@ -361,4 +371,3 @@ class Inbound:
         flags = header[2] & ~RPC | (Flag.REQUEST if header[1] == Kind.REQUEST else Flag.REPLY)
         self.bytes += payload.nbytes
         self._router.on_rpc(flags, header[3], header[4], payload)
-

@@ -1,8 +1,8 @@
 """Which frame goes on the wire next. Pure: no I/O, no clock, no lock.
 
-Frames wait in four lanes, served in this order: control, RPC (requests and replies), messages, bulk. A lane keeps its order.
-Bulk transfers take turns, one DATA frame each, so that none waits for another, and everything else passes between two
-frames. What was handed out by `commit()` goes first until it is gone: a frame is never cut by another.
+Frames wait in four lanes, served in this order: control, RPC (requests and replies), messages, bulk. A lane keeps
+its order. Bulk transfers take turns, one DATA frame each, so that none waits for another, and everything else passes
+between two frames. What was handed out by `commit()` goes first until it is gone: a frame is never cut by another.
 
 So a control frame waits for at most one batch (COMMIT_BYTES) in front of it, whatever is being moved.
 """
@@ -48,7 +48,9 @@ class Frame:
 
     __slots__ = ("buffers", "nbytes", "owner", "size")
 
-    def __init__(self, buffers: list[memoryview | bytes], nbytes: int, owner: Owner | None = None, size: int = 0) -> None:
+    def __init__(
+        self, buffers: list[memoryview | bytes], nbytes: int, owner: Owner | None = None, size: int = 0
+    ) -> None:
         self.buffers = buffers
         #: Bytes still to be sent, header included.
         self.nbytes = nbytes
@@ -143,8 +145,9 @@ class OutQueue:
         return [*(frame.owner for frame in frames if frame.owner is not None), *self._bulk]
 
     def clear(self) -> None:
-        for queue in (*self._lanes, self._bulk, self._committed):
+        for queue in (*self._lanes, self._committed):
             queue.clear()
+        self._bulk.clear()
 
     def _fill(self) -> None:
         committed = self._committed

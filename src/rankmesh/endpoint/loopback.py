@@ -1,7 +1,8 @@
-"""Messages to oneself: matched like all others, copied once, bounded like all others. All methods need the engine's lock.
+"""Messages to oneself: matched like all others, copied once, bounded like all others. All methods need the engine's
+lock.
 
-Small messages without a receive are copied and kept, up to the credit of any peer; beyond that, and for large ones, the send waits for
-its receive, and the bytes go straight from one buffer to the other.
+Small messages without a receive are copied and kept, up to the credit of any peer; beyond that, and for large ones,
+the send waits for its receive, and the bytes go straight from one buffer to the other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Loopback:
         self._kept = 0
         self._sends: dict[Message, Send] = {}
 
-    def send(self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float) -> Send | None:
+    def send(
+        self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float
+    ) -> Send | None:
         """Takes the lock. None: the message was delivered or kept."""
         with self.engine:
             self.hub.check_open()

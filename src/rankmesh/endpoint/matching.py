@@ -1,7 +1,7 @@
 """Which receive takes which message. Pure: no I/O, no clock, no lock.
 
-A message has a group, a source (the peer's index in this endpoint) and a tag. A receive names a group, and a source and a
-tag or a wildcard for either. Rules:
+A message has a group, a source (the peer's index in this endpoint) and a tag. A receive names a group, and a source
+and a tag or a wildcard for either. Rules:
 
 - The first posted receive that fits takes the first message that fits, "first" in the order of posting and of arrival.
 - Messages of one (group, source, tag) are taken in the order in which they arrived.
@@ -166,4 +166,3 @@ class Matcher(Generic[R, M]):
         receives = sum(map(len, self._posted.values()))
         messages = sum(map(len, self._unexpected.values()))
         return f"<Matcher {receives} receives posted, {messages} messages waiting>"
-

@@ -1,7 +1,8 @@
 """The verbs of messages, once, for Peer, Endpoint and Mesh: checks of arguments, then the router or the hub.
 
-Who the other side is, is the caller's to find: a router for sends, an index for receives. A verb that waits takes `timeout` in
-seconds (None: Config.timeout). A call that timed out has given its buffer back; whether a timed-out send arrived is unknown.
+Who the other side is, is the caller's to find: a router for sends, an index for receives. A verb that waits takes
+`timeout` in seconds (None: Config.timeout). A call that timed out has given its buffer back; whether a timed-out
+send arrived is unknown.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Messages:
         if not ANY_TAG <= tag <= MAX_TAG:
             raise _bad_tag(tag)
         receive = self._receive("recv from", peer, source, view, tag, False, timeout)
-        return receive.complete()  # type: ignore[no-any-return]
+        return receive.complete()
 
     def irecv(self, peer: Any, source: int, out: Any, tag: int, timeout: float | None) -> Work[Status]:
         view = writable(out)
@@ -127,7 +128,14 @@ class Messages:
         self._receive(op, peer, source, EMPTY, tag, False, timeout).complete()
 
     def _receive(
-        self, op: str, peer: Any, source: int, view: memoryview | None, tag: int, wants_object: bool, timeout: float | None
+        self,
+        op: str,
+        peer: Any,
+        source: int,
+        view: memoryview | None,
+        tag: int,
+        wants_object: bool,
+        timeout: float | None,
     ) -> Receive:
         return Receive(
             self._hub,
@@ -144,4 +152,6 @@ class Messages:
 
 
 def _bad_tag(tag: int) -> UsageError:
-    return UsageError(f"{tag} is not a tag: tags are integers from 0 to {MAX_TAG}, and ANY_TAG for receives. Choose one of those.")
+    return UsageError(
+        f"{tag} is not a tag: tags are integers from 0 to {MAX_TAG}, and ANY_TAG for receives. Choose one of those."
+    )

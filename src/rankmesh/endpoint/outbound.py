@@ -1,7 +1,7 @@
 """The sending half of a conversation. All methods need the engine's lock; `send` takes it itself.
 
-Order of a lane is the order of the stream: a message is put on the wire, eagerly or as an announcement, in the order of the calls.
-Once a send has to wait (for a connection, or for room to announce), later ones wait behind it.
+Order of a lane is the order of the stream: a message is put on the wire, eagerly or as an announcement, in the order
+of the calls. Once a send has to wait (for a connection, or for room to announce), later ones wait behind it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class Outbound:
 
     # ------------------------------------------------------------------ messages
 
-    def send(self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float) -> Send | None:
+    def send(
+        self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float
+    ) -> Send | None:
         """Send a message. None: it has left and the buffers are free; otherwise the Send that has to be waited for.
 
         Takes the lock. This is the hot path: one lock, one join, one system call.
@@ -107,7 +109,9 @@ class Outbound:
         finally:
             engine.release()
 
-    def _send_now(self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float) -> Send | None:
+    def _send_now(
+        self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float
+    ) -> Send | None:
         header = _pack(VERSION, _EAGER, flags, group, tag, 0, nbytes, 0)
         try:
             if nbytes <= JOIN_BYTES:
@@ -227,7 +231,8 @@ class Outbound:
 
     def abandon(self) -> list[Send]:
         """Forget every send and return them: the peer is gone."""
-        sends = {*self._waiting, *self._announced.values(), *self._queue.owners()}
+        owners = [owner for owner in self._queue.owners() if isinstance(owner, Send)]
+        sends = {*self._waiting, *self._announced.values(), *owners}
         self._waiting.clear()
         self._announced.clear()
         self._queue.clear()

@@ -20,7 +20,8 @@ _BARRIER: Final = -2
 
 
 class Peer:
-    """Another endpoint: messages to and from it, without ranks. `Endpoint.connect()` and `Endpoint.accept()` make them."""
+    """Another endpoint: messages to and from it, without ranks. `Endpoint.connect()` and `Endpoint.accept()` make
+    them."""
 
     def __init__(
         self,
@@ -109,7 +110,9 @@ class Peer:
     def recv_object(self, tag: int = 0, timeout: float | None = None) -> Any:
         return self._messages.recv_object(self, self.router.index, tag, timeout)
 
-    def sendrecv(self, data: Any, out: Any, tag: int = 0, recv_tag: int | None = None, timeout: float | None = None) -> Status:
+    def sendrecv(
+        self, data: Any, out: Any, tag: int = 0, recv_tag: int | None = None, timeout: float | None = None
+    ) -> Status:
         """Send and receive at once: both sides may call it without a deadlock."""
         recv_tag = tag if recv_tag is None else recv_tag
         return self._messages.sendrecv(self.router, self, self.router.index, data, out, tag, recv_tag, timeout)

@@ -1,11 +1,13 @@
 """One connection per peer: what to do with a second one. Pure.
 
-Both sides may connect to each other at the same moment. Each learns the other's uid from the first handshake message, and both decide
-by the same rule: the connection that the side with the higher uid opened stays. A side that does not yet know where one of its own
-attempts leads waits with its decision until it does; that attempt's first answer never waits for anything, so this ends.
+Both sides may connect to each other at the same moment. Each learns the other's uid from the first handshake
+message, and both decide by the same rule: the connection that the side with the higher uid opened stays. A side that
+does not yet know where one of its own attempts leads waits with its decision until it does; that attempt's first
+answer never waits for anything, so this ends.
 
-Where a connection exists, a further one is refused too: most likely it was under way when the first was made. If the first is dead on
-the other side only, our heartbeat finds that out, and the other side, which tries again, gets through then.
+Where a connection exists, a further one is refused too: most likely it was under way when the first was made. If the
+first is dead on the other side only, our heartbeat finds that out, and the other side, which tries again, gets
+through then.
 """
 
 from __future__ import annotations

@@ -1,23 +1,28 @@
 """The progress engine: who reads the sockets, and when.
 
-One engine per endpoint, one lock per engine. All state of an endpoint (matching, credit, queues) is guarded by `lock`; a public
-call takes it once, and I/O happens under it in bounded pieces. The rules:
+One engine per endpoint, one lock per engine. All state of an endpoint (matching, credit, queues) is guarded by
+`lock`; a public call takes it once, and I/O happens under it in bounded pieces. The rules:
 
-1. **The waiter drives.** At most one thread, the leader, polls. A thread that waits for its own Work becomes the leader if
+1. **The waiter drives.** At most one thread, the leader, polls. A thread that waits for its own Work becomes the
+leader if
    there is none, and does the reading itself: no other thread has to be woken to tell it that its data came.
-2. **Followers.** Further waiters sleep on a lock of their own. Completing their Work wakes them; a leader that leaves wakes one
+2. **Followers.** Further waiters sleep on a lock of their own. Completing their Work wakes them; a leader that
+leaves wakes one
    of them to lead.
 3. **The background thread** leads when no one waits, so that heartbeats, grants and requests are served while user code
-   computes. It never takes the lead right after a waiter left (the next wait is usually microseconds away, and two threads
-   fighting for the GIL cost more than the message): it looks every NAP seconds, and leads once nobody has driven since its last
-   look. A waiter takes the lead from it without asking: the background thread may still sit in epoll then, finds on return that
-   it no longer leads, and goes back to napping. While a waiter sleeps in epoll for long, the background thread is parked and costs nothing.
-4. **Poll, then block.** A leader polls for `spin` seconds before it sleeps in the kernel, as long as that lately paid off (`Spin`).
-5. **Fairness.** Python's locks are unfair. Whoever finds the lock taken says so in `contenders`; a leader that sees contenders stops
+   computes. It never takes the lead right after a waiter left (the next wait is usually microseconds away, and two
+   threads fighting for the GIL cost more than the message): it looks every NAP seconds, and leads once nobody has
+   driven since its last look. A waiter takes the lead from it without asking: the background thread may still sit in
+   epoll then, finds on return that it no longer leads, and goes back to napping. While a waiter sleeps in epoll for
+   long, the background thread is parked and costs nothing.
+4. **Poll, then block.** A leader polls for `spin` seconds before it sleeps in the kernel, as long as that lately
+paid off (`Spin`).
+5. **Fairness.** Python's locks are unfair. Whoever finds the lock taken says so in `contenders`; a leader that sees
+contenders stops
    polling, and a caller that sees them steps aside for a moment after its call.
 
-Handlers, timers and `Work._finish` run with the lock held and must not block. Users' callbacks run without it (`defer`).
-Readiness is level-triggered, so an event that a deposed leader ignored is seen by the next.
+Handlers, timers and `Work._finish` run with the lock held and must not block. Users' callbacks run without it
+(`defer`). Readiness is level-triggered, so an event that a deposed leader ignored is seen by the next.
 """
 
 from __future__ import annotations
@@ -42,7 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rankmesh")
 
-#: Seconds between the background thread's looks while others drive: how late progress may be after the last waiter left.
+#: Seconds between the background thread's looks while others drive: how late progress may be after the last waiter
+#: left.
 NAP: Final = 0.001
 #: Seconds a caller steps aside for when other threads wait for the lock.
 STEP_ASIDE: Final = 20e-6
@@ -93,9 +99,9 @@ class Timer:
 
 
 class Spin:
-    """Decides whether polling pays off. A wait that polling did not satisfy makes the next ones skip it: 1, 2, 4 … up to
-    MOST waits; one that it did satisfy forgives all. So a core is not burnt where the other side cannot run, and polling comes
-    back by itself when traffic does."""
+    """Decides whether polling pays off. A wait that polling did not satisfy makes the next ones skip it: 1, 2, 4 …
+    up to MOST waits; one that it did satisfy forgives all. So a core is not burnt where the other side cannot run,
+    and polling comes back by itself when traffic does."""
 
     MOST: Final = 32
 
@@ -143,7 +149,9 @@ class _ForkedLock:
     """Takes the lock's place in a forked child: every use of the object there ends here."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        raise ClosedError("this object belongs to the parent process and cannot be used after fork(). Make a new one in the child.")
+        raise ClosedError(
+            "this object belongs to the parent process and cannot be used after fork(). Make a new one in the child."
+        )
 
     def release(self) -> None:
         """Nothing is held."""
@@ -244,14 +252,16 @@ class Engine:
         self._deferred.append(callback)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any thread."""
+        """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any
+        thread."""
         with self:
             if not self.closed:
                 self.call_at(0.0, callback)
                 self.wake_background()
 
     def kick(self) -> None:
-        """Somebody waits who cannot drive (asyncio, a callback): the background thread should lead now. Without the lock."""
+        """Somebody waits who cannot drive (asyncio, a callback): the background thread should lead now. Without the
+        lock."""
         with self:
             self.wake_background()
 
@@ -495,7 +505,8 @@ class Engine:
     # ------------------------------------------------------------------ the end
 
     def stop(self) -> None:
-        """End the background thread and free the descriptors. Without the lock; the caller has closed what was watched."""
+        """End the background thread and free the descriptors. Without the lock; the caller has closed what was
+        watched."""
         with self:
             if self.closed:
                 return

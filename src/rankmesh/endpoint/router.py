@@ -1,8 +1,9 @@
 """PeerRouter: the conversation with one peer, whatever connection carries it. All methods need the engine's lock.
 
-A router outlives its connections: it is made with the peer, a link is attached when there is one, and quiet links are let go by
-agreement (idle) and made again on demand; nothing can be lost or doubled that way. A connection that breaks is another
-matter: what was under way may or may not have arrived, so the peer is gone, and everything that needs it fails with PeerLost.
+A router outlives its connections: it is made with the peer, a link is attached when there is one, and quiet links
+are let go by agreement (idle) and made again on demand; nothing can be lost or doubled that way. A connection that
+breaks is another matter: what was under way may or may not have arrived, so the peer is gone, and everything that
+needs it fails with PeerLost.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from rankmesh.endpoint.inbound import Inbound
 from rankmesh.endpoint.lanes import Lane
@@ -19,7 +20,7 @@ from rankmesh.endpoint.transfers import Send
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ConnectError, PeerError, PeerLost, ProtocolError, RankmeshError
 from rankmesh.wire.header import Flag, Kind
-from rankmesh.wire.messages import Control, Goodbye, IdleAnswer, IdleAsk, Identity
+from rankmesh.wire.messages import Control, Goodbye, Identity, IdleAnswer, IdleAsk
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
@@ -111,7 +112,9 @@ class PeerRouter:
             except ProtocolError as error:
                 logger.warning("Closing the connection with %s: %s.", self.peer, error.message)
                 self.lose(f"it broke the protocol ({error.message})")
-            except Exception as error:  # a defect of ours must end this conversation, not the thread that happens to drive
+            except (
+                Exception
+            ) as error:  # a defect of ours must end this conversation, not the thread that happens to drive
                 logger.exception("A defect in rankmesh ends the conversation with %s.", self.peer)
                 self.lose(f"a defect in rankmesh ended the conversation ({error!r}); please report it")
 
@@ -218,7 +221,9 @@ class PeerRouter:
         if self.outbound.paused and at_boundary:
             self.rest()
         else:
-            self.lose("its connection was closed" if at_boundary else "its connection was closed in the middle of a frame")
+            self.lose(
+                "its connection was closed" if at_boundary else "its connection was closed in the middle of a frame"
+            )
 
     def lose(self, reason: str, left: bool = False) -> None:
         """The peer is gone: everything that needs it fails now."""
@@ -234,7 +239,8 @@ class PeerRouter:
 
         def connect_error(op: str, tag: int | None) -> PeerError:
             return ConnectError(
-                error.message, **{**error.__dict__, "message": error.message, **self.peer.attributes(), "op": op, "tag": tag}
+                error.message,
+                **{**error.__dict__, "message": error.message, **self.peer.attributes(), "op": op, "tag": tag},
             )
 
         self._fail_all(connect_error)
@@ -250,7 +256,8 @@ class PeerRouter:
         sends = self.outbound.abandon()
         self.outbound.detach()
         requests, self.requests = list(self.requests.values()), {}
-        for work in (*landing, *posted, *sends, *requests):
+        works: list[Work[Any]] = [*landing, *posted, *sends, *requests]
+        for work in works:
             work.fail(make_error(work.op, work.tag))
 
     def lost_error(self, op: str, tag: int | None) -> PeerLost:
@@ -277,7 +284,6 @@ class PeerRouter:
             return f"There is no connection to {self.peer}" + (f": {trouble}." if trouble else ".")
         heard = 0.0 if self.inbound.heard else max(now - self.last_heard, 0.0)
         return f"{self.peer} is connected and was last heard {heard:.1f} s ago; it has not taken part."
-
 
 
 Router: TypeAlias = "PeerRouter | Loopback"

@@ -1,9 +1,10 @@
-"""The operations of messages: sends, receives, probes, and what waits between them. Methods need the engine's lock, but for
-`complete`, `post` and `cancel`, which take it.
+"""The operations of messages: sends, receives, probes, and what waits between them. Methods need the engine's lock,
+but for `complete`, `post` and `cancel`, which take it.
 
 The life of a send: waiting (no connection, or no room to announce) → eager, on its way in one frame; or announced →
-granted → moving → done. The life of a receive: posted → matched → landing → done. Whatever the state, giving up detaches the
-caller's buffer before it returns: what is still to come is read into nothing, what is half sent is finished from a copy.
+granted → moving → done. The life of a receive: posted → matched → landing → done. Whatever the state, giving up
+detaches the caller's buffer before it returns: what is still to come is read into nothing, what is half sent is
+finished from a copy.
 """
 
 from __future__ import annotations
@@ -46,7 +47,15 @@ class Send(Work[None]):
     __slots__ = ("_cursor", "_router", "flags", "group", "ident", "nbytes", "parts", "sent", "state")
 
     def __init__(
-        self, router: Router, op: str, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float
+        self,
+        router: Router,
+        op: str,
+        group: int,
+        tag: int,
+        flags: int,
+        parts: list[memoryview],
+        nbytes: int,
+        timeout: float,
     ) -> None:
         super().__init__(router.engine, op, router.peer, tag, timeout)
         self._router = router
@@ -86,7 +95,15 @@ class Posted(Work[Status]):
     __slots__ = ("_hub", "_sources", "group", "match_tag", "order", "source")
 
     def __init__(
-        self, hub: Hub, op: str, peer: Any, group: int, source: int, tag: int, sources: Mapping[int, Any], timeout: float
+        self,
+        hub: Hub,
+        op: str,
+        peer: Any,
+        group: int,
+        source: int,
+        tag: int,
+        sources: Mapping[int, Any],
+        timeout: float,
     ) -> None:
         super().__init__(hub.engine, op, peer, tag if tag >= 0 else None, timeout)
         self._hub = hub
@@ -171,7 +188,9 @@ class Receive(Posted):
 
     def wrong_kind(self) -> UsageError:
         sent, use = ("a buffer", "recv") if self.wants_object else ("an object", "recv_object")
-        return UsageError(f"The message for {self.describe()} was sent as {sent}, and stays in the queue. Receive it with {use}().")
+        return UsageError(
+            f"The message for {self.describe()} was sent as {sent}, and stays in the queue. Receive it with {use}()."
+        )
 
     def matched(self, landing: Landing) -> None:
         """The message is on its way into the buffer."""

@@ -30,7 +30,19 @@ class Work(Generic[T]):
     block the event loop; cancelling the awaiting task cancels the operation.
     """
 
-    __slots__ = ("_callbacks", "_engine", "_error", "_value", "began", "finished", "op", "parker", "peer", "tag", "timeout")
+    __slots__ = (
+        "_callbacks",
+        "_engine",
+        "_error",
+        "_value",
+        "began",
+        "finished",
+        "op",
+        "parker",
+        "peer",
+        "tag",
+        "timeout",
+    )
 
     def __init__(self, engine: Engine, op: str, peer: Any, tag: int | None, timeout: float) -> None:
         self._engine = engine
@@ -76,7 +88,8 @@ class Work(Generic[T]):
             return True
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
-        """Call `callback(work)` when the operation has ended: from the thread that ends it, or at once. It must not block."""
+        """Call `callback(work)` when the operation has ended: from the thread that ends it, or at once. It must not
+        block."""
         with self._engine:
             if not self.finished:
                 if self._callbacks is None:
@@ -91,8 +104,15 @@ class Work(Generic[T]):
             loop = asyncio.get_running_loop()
             future: asyncio.Future[None] = loop.create_future()
 
+            def settle() -> None:
+                if not future.done():
+                    future.set_result(None)
+
             def wake(_: Work[T]) -> None:
-                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+                try:
+                    loop.call_soon_threadsafe(settle)
+                except RuntimeError:  # the loop was closed while the operation went on: nobody awaits it any more
+                    pass
 
             self.add_done_callback(wake)
             remaining = max(self.began + self.timeout - monotonic(), 0.0)
@@ -158,7 +178,13 @@ class Work(Generic[T]):
         if known:
             text += f" {known}"
         return DeadlineError(
-            text, op=self.op, peer=str(self.peer or ""), tag=self.tag, elapsed=now - self.began, timeout=timeout, known=known
+            text,
+            op=self.op,
+            peer=str(self.peer or ""),
+            tag=self.tag,
+            elapsed=now - self.began,
+            timeout=timeout,
+            known=known,
         )
 
     def _describe(self) -> str:

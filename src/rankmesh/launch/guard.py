@@ -17,8 +17,8 @@ from typing import Self
 
 from rankmesh.launch import guard_main
 
-#: Isolated and without site-packages: shim and guard need neither, and start twice as fast.
-BARE_PYTHON = (sys.executable, "-I", "-S")
+#: Without site-packages, which shim and guard do not need: twice as fast. And without this folder on the path.
+BARE_PYTHON = (sys.executable, "-P", "-S")
 #: Seconds the guard has to end once its pipe is closed.
 END_TIMEOUT = 5.0
 

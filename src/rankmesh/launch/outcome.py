@@ -59,6 +59,8 @@ class Outcome:
     timed_out: bool = False
     #: Why the launcher's own output could not be written any more; empty if it could.
     lost_output: str = ""
+    #: Ranks, and their pids, that could not even be killed.
+    stuck: dict[int, int] = field(default_factory=dict)
 
     def add(self, exits: Iterable[Exit]) -> None:
         """Add exits that were noticed together, so that their order is unknown.
@@ -78,21 +80,25 @@ class Outcome:
             return TIMED_OUT
         if self.lost_output:
             return 128 + signal.SIGPIPE
-        if self.interrupted is not None and any(e.returncode != 0 for e in self.exits):
+        if self.interrupted is not None and (self.stuck or any(e.returncode != 0 for e in self.exits)):
             return 128 + self.interrupted
         return 0
 
     def report(self, last_lines: Sequence[str], *, timeout: float | None = None) -> list[str]:
         """The lines to show at the end; none if all went well. `last_lines`: of the first failing rank's stderr."""
+        stuck = [
+            f"rankmesh: rank {rank} (pid {pid}) cannot be killed: it hangs in the kernel. Look at /proc/{pid}/wchan."
+            for rank, pid in self.stuck.items()
+        ]
         if self.first is not None:
-            return self._failure(self.first, last_lines)
+            return [*stuck, *self._failure(self.first, last_lines)]
         if self.timed_out:
-            return [f"rankmesh: the ranks were ended after --timeout {timeout:g} s."]
+            return [*stuck, f"rankmesh: the ranks were ended after --timeout {timeout:g} s."]
         if self.lost_output:
-            return [f"rankmesh: the output cannot be written ({self.lost_output}): the ranks were ended."]
+            return [*stuck, f"rankmesh: the output cannot be written ({self.lost_output}): the ranks were ended."]
         if self.interrupted is not None:
-            return [f"rankmesh: {signal_name(self.interrupted)}: the ranks were ended."]
-        return []
+            return [*stuck, f"rankmesh: {signal_name(self.interrupted)}: the ranks were ended."]
+        return stuck
 
     def _failure(self, first: Exit, last_lines: Sequence[str]) -> list[str]:
         lines = [f"rankmesh: rank {first.rank} (pid {first.pid}) failed first: it {first.describe()}."]

@@ -168,12 +168,14 @@ class Multiplexer:
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._streams: list[Stream] = []
-        self._sinks: dict[int, Sink] = {}
+        self._sinks: dict[tuple[int, int], Sink] = {}
         #: Sinks whose streams are not read until they have room again.
         self._full: set[Sink] = set()
 
     def sink(self, fd: int) -> Sink:
-        return self._sinks.setdefault(fd, Sink(fd))
+        """The sink for a descriptor; one for all that lead to the same file (2>&1), or their lines would interleave."""
+        stat = os.fstat(fd)
+        return self._sinks.setdefault((stat.st_dev, stat.st_ino), Sink(fd))
 
     def add(self, stream: Stream) -> None:
         self._streams.append(stream)
@@ -187,6 +189,11 @@ class Multiplexer:
     @property
     def writing(self) -> bool:
         return any(sink.nbytes for sink in self._sinks.values())
+
+    @property
+    def blocked(self) -> bool:
+        """A sink takes so little that its streams are not read."""
+        return bool(self._full)
 
     @property
     def broken(self) -> str:
@@ -205,8 +212,9 @@ class Multiplexer:
 
     def put(self, fd: int, data: bytes) -> None:
         """Write something of the launcher's own, between lines of the ranks."""
-        self.sink(fd).put(data)
-        self._attend(self.sink(fd))
+        sink = self.sink(fd)
+        sink.put(data)
+        self._attend(sink)
 
     def close_streams(self) -> None:
         """Stop reading, though somebody may still hold the other end."""

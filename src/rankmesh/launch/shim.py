@@ -1,6 +1,6 @@
 """The first instructions of a rank: tie its life to the launcher's, then become the program.
 
-Run by path with `python -I -S shim.py <pid of the launcher> <program> <args>…`: it must start in milliseconds, and so
+Run by path with `python -P -S shim.py <pid of the launcher> <program> <args>…`: it must start in milliseconds, and so
 imports nothing of rankmesh. The kernel kills the rank (PR_SET_PDEATHSIG, which survives exec) when the launcher's main
 thread ends, however it ends. This cannot be done between fork and exec by the launcher itself (`preexec_fn`), which
 has threads by then.

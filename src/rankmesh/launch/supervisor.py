@@ -39,6 +39,8 @@ ENDING: Final[Mapping[int, int]] = {
 #: Signals that are only passed on: batch systems announce preemption by them.
 FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
 DRAIN: Final = 1.0
+#: Seconds after SIGKILL when a process that is still there is given up: it hangs in the kernel, in a dead file system.
+UNKILLABLE: Final = 10.0
 #: Says where the standard output and error of a rank go.
 OpenStreams = Callable[[int, IO[bytes], IO[bytes]], tuple[Stream, Stream]]
 
@@ -47,6 +49,15 @@ OpenStreams = Callable[[int, IO[bytes], IO[bytes]], tuple[Stream, Stream]]
 class _Rank:
     rank: int
     process: subprocess.Popen[bytes]
+
+    def close(self, timeout: float) -> None:
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass  # it hangs in the kernel; the report says so
 
 
 class Supervisor:
@@ -61,6 +72,7 @@ class Supervisor:
         self._timeout = timeout
         self._give_up_at: float | None = None
         self._kill_at: float | None = None
+        self._abandon_at: float | None = None
         self._ending = False
         self._alive: dict[int, _Rank] = {}
         self._errors: dict[int, Stream] = {}
@@ -80,11 +92,11 @@ class Supervisor:
         """Whatever went wrong, no rank outlives the launcher."""
         with self._resources:
             self._signal_all(signal.SIGKILL)
+            self._output.close_streams()
             for rank in self._alive.values():
-                rank.process.wait()
+                rank.close(UNKILLABLE)
                 self._guard.remove(rank.process.pid)
             self._alive.clear()
-            self._output.close_streams()
 
     def run(self, plans: Sequence[RankPlan], open_streams: OpenStreams) -> Outcome:
         """Start the ranks, and return when all have ended and their output has been read."""
@@ -93,10 +105,14 @@ class Supervisor:
         if self._timeout is not None:
             self._give_up_at = time.monotonic() + self._timeout
         while self._alive:
-            deadlines = (self._kill_at, None if self._ending else self._give_up_at)
+            deadlines = (self._kill_at, self._abandon_at, None if self._ending else self._give_up_at)
             if self._pump(min((at for at in deadlines if at is not None), default=None)):
                 self.outcome.add(list(self._reap()))
-            self._check_ends(time.monotonic())
+            now = time.monotonic()
+            if self._abandon_at is not None and now >= self._abandon_at:
+                self.outcome.stuck = {rank.rank: rank.process.pid for rank in self._alive.values()}
+                break
+            self._check_ends(now)
         self._drain()
         return self.outcome
 
@@ -131,12 +147,12 @@ class Supervisor:
             message = f"Rank {plan.rank} cannot be started: {error}. Check the limits with `rankmesh doctor`."
             raise JoinError(message) from error
         self._guard.add(process.pid)
+        self._alive[plan.rank] = _Rank(plan.rank, process)
         assert process.stdout is not None
         assert process.stderr is not None
         out, err = open_streams(plan.rank, process.stdout, process.stderr)
         self._output.add(out)
         self._output.add(err)
-        self._alive[plan.rank] = _Rank(plan.rank, process)
         self._errors[plan.rank] = err
 
     def _pump(self, deadline: float | None) -> bool:
@@ -172,6 +188,7 @@ class Supervisor:
         if self._kill_at is not None and now >= self._kill_at:
             self._signal_all(signal.SIGKILL)
             self._kill_at = None
+            self._abandon_at = now + UNKILLABLE
 
     def _on_signal(self, number: int) -> None:
         if number in FORWARDED:
@@ -198,7 +215,7 @@ class Supervisor:
         deadline = time.monotonic() + DRAIN
         while self._output.reading and time.monotonic() < deadline:
             self._pump(deadline)
-            if self._output.writing and self.outcome.interrupted is None:
+            if self._output.blocked and self.outcome.interrupted is None:
                 deadline = time.monotonic() + DRAIN  # the pipes are not late: a slow reader keeps us from reading them
 
 
@@ -215,7 +232,9 @@ def _signals() -> Iterator[socket.socket]:
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
-    watched = (*ENDING, *FORWARDED, signal.SIGCHLD)
+    # What is ignored stays so: nohup ignores SIGHUP, and a shell's background jobs SIGINT.
+    heeded = (number for number in (*ENDING, *FORWARDED) if signal.getsignal(number) is not signal.SIG_IGN)
+    watched = (*heeded, signal.SIGCHLD)
     previous = {number: signal.signal(number, _note) for number in watched}
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:

@@ -1,7 +1,9 @@
 """How the ranks of a world find each other.
 
-1. Somebody hosts the store: the launcher, or rank 0 at the address that everybody was given. Where mpiexec started all ranks on one host
-   and gave no address, rank 0 takes a free port and leaves it, with a fresh token, in a file that only this user can read.
+1. Somebody hosts the store: the launcher, or rank 0 at the address that everybody was given. Where mpiexec started
+all ranks on one host
+   and gave no address, rank 0 takes a free port and leaves it, with a fresh token, in a file that only this user can
+   read.
 2. Every rank opens its endpoint, claims its rank in the store, and waits until all ranks are claimed.
 3. The result is the table of members. Connections are made later, on demand.
 """
@@ -87,14 +89,23 @@ class Meeting:
             raise ConfigError(f"rank={rank} and size={size} do not fit: ranks are 0 … size-1. Correct one of them.")
         address = Address.parse(url)
         if address.scheme != "inproc" and not address.port:
-            raise ConfigError(f"{url} has no port, so the other ranks cannot know it. Give all ranks the same address with a port.")
+            raise ConfigError(
+                f"{url} has no port, so the other ranks cannot know it. Give all ranks the same address with a port."
+            )
         return cls(rank, size, (address,), hosts=rank == 0, run=run)
 
     @classmethod
     def by_launcher(cls, placement: Placement, scheme: str) -> Meeting:
         """The world of a launcher's environment."""
         if placement.master is None:
-            return cls(placement.rank, placement.size, (), placement.rank == 0, placement.run_id, rendezvous_file(placement.run_id))
+            return cls(
+                placement.rank,
+                placement.size,
+                (),
+                placement.rank == 0,
+                placement.run_id,
+                rendezvous_file(placement.run_id),
+            )
         host, port = placement.master
         stores = tuple(Address(scheme, host, port + i) for i in range(max(placement.candidates_ports, 1)))
         hosts = placement.rank == 0 and not placement.launcher_hosts
@@ -107,7 +118,10 @@ def rendezvous_file(run: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     owner = folder.stat()
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
-        raise JoinError(f"{folder} can be used by other users, so it cannot hold a token. Remove it, or set MASTER_ADDR and MASTER_PORT.")
+        raise JoinError(
+            f"{folder} can be used by other users, so it cannot hold a token. Remove it, or set MASTER_ADDR and "
+            "MASTER_PORT."
+        )
     return folder / f"{run}.json"
 
 
@@ -152,10 +166,13 @@ def read_file(meeting: Meeting, config: Config, deadline: float) -> tuple[Meetin
             found = json.loads(meeting.file.read_text())
             address = Address.parse(found["address"])
             if _answers(address):
-                return replace(meeting, stores=(address,)), config if config.token else config.override(token=found["token"])
+                return replace(meeting, stores=(address,)), config if config.token else config.override(
+                    token=found["token"]
+                )
         pause.wait(LOOK)
     raise JoinError(
-        f"Rank 0 left no word of its store in {meeting.file}. Check that rank 0 runs on this host, or set MASTER_ADDR and MASTER_PORT.",
+        f"Rank 0 left no word of its store in {meeting.file}. Check that rank 0 runs on this host, or set "
+        "MASTER_ADDR and MASTER_PORT.",
         missing=(0,),
         size=meeting.size,
     )
@@ -198,18 +215,23 @@ def meet(endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:
     holder = _read(store.claim(keys[meeting.rank], msgspec.msgpack.encode(mine), timeout))
     if holder != mine:
         raise JoinError(
-            f"Rank {meeting.rank} is taken by {holder}. Start each rank once, or give the runs different addresses or run ids.",
+            f"Rank {meeting.rank} is taken by {holder}. Start each rank once, or give the runs different addresses "
+            "or run ids.",
             size=meeting.size,
         )
     remaining = max(deadline - monotonic(), 0.1)
     try:
         found = store.get_many(keys, remaining)
     except DeadlineError as error:
-        raise JoinError(f"The store at {peer} stopped answering while the world came together. Look at that process.", size=meeting.size) from error
+        raise JoinError(
+            f"The store at {peer} stopped answering while the world came together. Look at that process.",
+            size=meeting.size,
+        ) from error
     missing = tuple(rank for rank, key in enumerate(keys) if key not in found)
     if missing:
         raise JoinError(
-            f"{len(found)} of {meeting.size} ranks joined in {timeout:.1f} s; missing: rank {', '.join(map(str, missing))}. "
+            f"{len(found)} of {meeting.size} ranks joined in {timeout:.1f} s; missing: rank "
+            f"{', '.join(map(str, missing))}. "
             "Look at their output, or pass a larger timeout= to join().",
             missing=missing,
             size=meeting.size,
@@ -218,7 +240,8 @@ def meet(endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:
     for member in members:
         if member.size != meeting.size:
             raise JoinError(
-                f"Rank {member.rank} ({member}) joined a world of {member.size}, this rank one of {meeting.size}. Give all ranks the same size.",
+                f"Rank {member.rank} ({member}) joined a world of {member.size}, this rank one of {meeting.size}. "
+                "Give all ranks the same size.",
                 size=meeting.size,
             )
     return members

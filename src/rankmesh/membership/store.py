@@ -1,8 +1,8 @@
 """The embedded store: where ranks find each other. A small key-value service over an Endpoint, for one cluster's life.
 
-The server keeps keys and values in memory, bounded in bytes, and answers from the progress engine. Reads can wait: a waiting read
-is answered when its keys are there, or at its deadline with what is there by then, so that the client can tell what is missing.
-Everybody who reaches it has proved to know the cluster token.
+The server keeps keys and values in memory, bounded in bytes, and answers from the progress engine. Reads can wait: a
+waiting read is answered when its keys are there, or at its deadline with what is there by then, so that the client
+can tell what is missing. Everybody who reaches it has proved to know the cluster token.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class StoreServer:
 
     def _handle(self, router: PeerRouter, ident: int, payload: memoryview) -> None:
         try:
-            ask = _asks.decode(payload)
+            ask: Ask = _asks.decode(payload)
         except msgspec.MsgspecError as error:
             _answer(router, ident, f"the request cannot be read: {error}", failed=True)
             return
@@ -185,7 +185,8 @@ def _answer(router: PeerRouter, ident: int, value: Any, failed: bool = False) ->
 
 
 class StoreClient:
-    """The store, as one of its clients sees it. Every call raises PeerLost or DeadlineError when the store does not answer."""
+    """The store, as one of its clients sees it. Every call raises PeerLost or DeadlineError when the store does not
+    answer."""
 
     def __init__(self, endpoint: Endpoint, peer: Peer) -> None:
         self._endpoint = endpoint
@@ -205,7 +206,9 @@ class StoreClient:
         """Wait for a key. Raises DeadlineError when it does not appear."""
         found = self.get_many([key], timeout)
         if key not in found:
-            raise DeadlineError(f"The key {key!r} did not appear in the store in time.", op="store get", known="the store answers")
+            raise DeadlineError(
+                f"The key {key!r} did not appear in the store in time.", op="store get", known="the store answers"
+            )
         return found[key]
 
     def get_many(self, keys: Iterable[str], timeout: float | None = None) -> dict[str, bytes]:
@@ -220,11 +223,17 @@ class StoreClient:
         return self._ask(Keys(prefix), list[str], timeout)
 
     def _ask(self, ask: Ask, kind: type[T], timeout: float | None) -> T:
-        reply = self._endpoint.request(self._peer, SERVICE, _encode(ask), f"store {ask.__class__.__name__.lower()} at", timeout)
+        reply = self._endpoint.request(
+            self._peer, SERVICE, _encode(ask), f"store {ask.__class__.__name__.lower()} at", timeout
+        )
         if reply.failed:
             text = bytes(reply.payload).decode(errors="replace")
-            raise RemoteError(f"The store refused: {text}.", remote_type="StoreError", remote_message=text, peer=str(self._peer))
+            raise RemoteError(
+                f"The store refused: {text}.", remote_type="StoreError", remote_message=text, peer=str(self._peer)
+            )
         try:
             return msgspec.msgpack.decode(reply.payload, type=kind)
         except msgspec.MsgspecError as error:
-            raise RankmeshError(f"The store's answer cannot be read: {error}. Run the same version of rankmesh everywhere.") from error
+            raise RankmeshError(
+                f"The store's answer cannot be read: {error}. Run the same version of rankmesh everywhere."
+            ) from error

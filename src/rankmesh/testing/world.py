@@ -6,8 +6,9 @@ import multiprocessing
 import socket
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -22,7 +23,7 @@ class WorldFailed(RankmeshError):
     """A rank's function raised. Attributes: rank (the first that failed), traces (rank → traceback text)."""
 
     rank: int = -1
-    traces: dict[int, str] = {}
+    traces: Mapping[int, str] = MappingProxyType({})
 
 
 def run_world(
@@ -37,9 +38,9 @@ def run_world(
 ) -> list[T]:
     """Run `fn(mesh, *args)` on `size` ranks and return their results by rank.
 
-    `transport` is `inproc://`, `tcp://` or `tls://` (with `Config(tls=…)`): with processes=True `tcp://` or `tls://`, and `fn`, its
-    arguments and its result must be picklable. Every mesh is closed. If ranks raise, WorldFailed carries all their tracebacks,
-    and its cause is the exception of the rank that failed first.
+    `transport` is `inproc://`, `tcp://` or `tls://` (with `Config(tls=…)`): with processes=True `tcp://` or
+    `tls://`, and `fn`, its arguments and its result must be picklable. Every mesh is closed. If ranks raise,
+    WorldFailed carries all their tracebacks, and its cause is the exception of the rank that failed first.
     """
     scheme = transport.partition("://")[0]
     if processes and scheme == "inproc":
@@ -51,7 +52,9 @@ def run_world(
     if failed:
         first = failed[0][1]
         traces = {rank: error[1] for rank, (_, _, error) in outcomes.items() if error is not None}
-        raise WorldFailed(f"Rank {first} of {size} failed.\n{traces[first]}", rank=first, traces=traces) from outcomes[first][2][0]
+        raise WorldFailed(f"Rank {first} of {size} failed.\n{traces[first]}", rank=first, traces=traces) from outcomes[
+            first
+        ][2][0]
     return [outcomes[rank][1] for rank in range(size)]
 
 
@@ -62,12 +65,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _one_rank(rank: int, url: str, size: int, fn: Callable[..., Any], args: tuple[Any, ...], config: Config, timeout: float) -> Any:
+def _one_rank(
+    rank: int, url: str, size: int, fn: Callable[..., Any], args: tuple[Any, ...], config: Config, timeout: float
+) -> Any:
     """When it ended, the result, and the error with its traceback."""
     try:
         with join(url, rank=rank, size=size, config=config, timeout=timeout) as mesh:
             result = fn(mesh, *args)
-    except BaseException as error:  # carried to the caller, whatever it is
+    except BaseException as error:  # noqa: BLE001  # carried to the caller, whatever it is
         return monotonic(), None, (error, traceback.format_exc())
     return monotonic(), result, None
 
@@ -87,7 +92,9 @@ def _in_threads(settings: tuple[Any, ...], timeout: float) -> dict[int, Any]:
         thread.join(max(deadline - monotonic(), 0.0))
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:
-        raise DeadlineError(f"Rank {', '.join(map(str, late))} did not end within {timeout:g} s.", op="run_world", timeout=timeout)
+        raise DeadlineError(
+            f"Rank {', '.join(map(str, late))} did not end within {timeout:g} s.", op="run_world", timeout=timeout
+        )
     return outcomes
 
 
@@ -95,8 +102,10 @@ def _process_main(rank: int, pipe: Any, settings: tuple[Any, ...]) -> None:
     outcome = _one_rank(rank, *settings)
     try:
         pipe.send(outcome)
-    except Exception as error:  # a result or an exception that cannot be pickled
-        pipe.send((monotonic(), None, (RankmeshError(f"Rank {rank}'s outcome cannot be pickled: {error!r}."), str(outcome))))
+    except Exception as error:  # noqa: BLE001  # a result or an exception that cannot be pickled
+        pipe.send(
+            (monotonic(), None, (RankmeshError(f"Rank {rank}'s outcome cannot be pickled: {error!r}."), str(outcome)))
+        )
     finally:
         pipe.close()
 
@@ -105,7 +114,10 @@ def _in_processes(settings: tuple[Any, ...], timeout: float) -> dict[int, Any]:
     context = multiprocessing.get_context("spawn")
     size = settings[1]
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [context.Process(target=_process_main, args=(rank, pipes[rank][1], settings), daemon=True) for rank in range(size)]
+    processes = [
+        context.Process(target=_process_main, args=(rank, pipes[rank][1], settings), daemon=True)
+        for rank in range(size)
+    ]
     deadline = monotonic() + timeout
     outcomes: dict[int, Any] = {}
     try:
@@ -131,5 +143,3 @@ def _in_processes(settings: tuple[Any, ...], timeout: float) -> dict[int, Any]:
                 process.join()
                 process.close()
     return outcomes
-
-

@@ -65,7 +65,8 @@ class Listener(Protocol):
 
 
 class Transport(Protocol):
-    """What a scheme offers. `resolve` may block (name lookup) and is called on a helper thread; the others never block."""
+    """What a scheme offers. `resolve` may block (name lookup) and is called on a helper thread; the others never
+    block."""
 
     scheme: str
 

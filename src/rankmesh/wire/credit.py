@@ -5,9 +5,9 @@ Rules, the same on both sides:
 - An eager message costs its payload plus OVERHEAD (so that empty messages are bounded too).
 - A lane is one (group, tag). A sender may have `lane_limit` outstanding in one lane and `peer_limit` in all; a message
   that would exceed either is announced instead, which costs no credit and waits for its receive.
-- The receiver owes the cost back once the message has left its unexpected queue (at once if a receive was posted). It pays in
-  batches: when a quarter of either limit is owed, everything owed goes out in one CREDIT frame. So a sender that is out
-  of credit, and whose messages have all been received, always gets some back.
+- The receiver owes the cost back once the message has left its unexpected queue (at once if a receive was posted).
+  It pays in batches: when a quarter of either limit is owed, everything owed goes out in one CREDIT frame. So a
+  sender that is out of credit, and whose messages have all been received, always gets some back.
 - Neither side keeps an entry for a lane without outstanding bytes: finished tags cost nothing.
 """
 
@@ -55,7 +55,10 @@ class CreditOut:
             raise ProtocolError(f"a CREDIT frame of {payload.nbytes} bytes", reason="malformed credit")
         for group, tag, amount in _ENTRY.iter_unpack(payload):
             if amount > self.lanes.get((group, tag), 0):
-                raise ProtocolError(f"{amount} bytes of credit returned, more than spent, in lane {(group, tag)}", reason="credit overflow")
+                raise ProtocolError(
+                    f"{amount} bytes of credit returned, more than spent, in lane {(group, tag)}",
+                    reason="credit overflow",
+                )
             self.give_back((group, tag), amount)
 
     def give_back(self, lane: Lane, amount: int) -> None:
@@ -85,7 +88,9 @@ class CreditIn:
         """An eager message came in. Raises ProtocolError when the sender had no credit for it."""
         self.outstanding += cost
         if self.outstanding > self.limit:
-            raise ProtocolError(f"{self.outstanding} unreceived bytes exceed the credit of {self.limit}", reason="credit exceeded")
+            raise ProtocolError(
+                f"{self.outstanding} unreceived bytes exceed the credit of {self.limit}", reason="credit exceeded"
+            )
 
     def consumed(self, lane: Lane, cost: int) -> bool:
         """The message left the queue. True: it is time to pay."""

@@ -8,13 +8,15 @@
 
 Rules:
 
-- Each message is an 8-byte prefix (magic, type, code, body length) and a body. Which type may come next, and how long its body
-  may be, is fixed by the state, and checked on the prefix alone: a stranger costs at most LONGEST bytes.
-- The HMAC-SHA256 (key: the token) covers the role, the version, both nonces, both uids and the identity. Role and nonces
-  keep a proof from being replayed or reflected. An identity is decoded only after its HMAC was found right, in constant time.
+- Each message is an 8-byte prefix (magic, type, code, body length) and a body. Which type may come next, and how
+  long its body may be, is fixed by the state, and checked on the prefix alone: a stranger costs at most LONGEST bytes.
+- The HMAC-SHA256 (key: the token) covers the role, the version, both nonces, both uids and the identity. Role and
+  nonces keep a proof from being replayed or reflected. An identity is decoded only after its HMAC was found right,
+  in constant time.
 - The initiator proves itself first: the acceptor shows nothing to strangers but its uid and a nonce.
 - `wanted` says how many bytes to read next; reading no more leaves the first frame for the frame parser.
-- After AUTH the acceptor's owner decides: `accept()` or `refuse()` (a second connection to the same peer, a wrong world).
+- After AUTH the acceptor's owner decides: `accept()` or `refuse()` (a second connection to the same peer, a wrong
+  world).
 - REFUSE before authentication is unproved: it is shown to the user as a reason, and nothing else follows from it.
 
 Pure: nonces and uids come from outside.
@@ -155,7 +157,9 @@ class Handshake:
             raise ProtocolError(f"handshake message {number} out of turn", reason="handshake out of turn")
         shortest, longest = _BODY_LIMIT[Type(number)]
         if not shortest <= length <= longest:
-            raise ProtocolError(f"a {Type(number).name} message of {length} bytes", reason="handshake message of a wrong length")
+            raise ProtocolError(
+                f"a {Type(number).name} message of {length} bytes", reason="handshake message of a wrong length"
+            )
         return Type(number), code, length
 
     def _on_hello(self, data: bytes) -> bytes:
@@ -171,7 +175,9 @@ class Handshake:
 
     def _on_challenge(self, version: int, data: bytes) -> bytes:
         if version != VERSION:
-            raise ProtocolError(f"the acceptor chose version {version}, which was not offered", reason="protocol version")
+            raise ProtocolError(
+                f"the acceptor chose version {version}, which was not offered", reason="protocol version"
+            )
         self.remote_uid, self._remote_nonce = _CHALLENGE.unpack(data)
         self._expected = (Type.WELCOME, Type.REFUSE)
         return self._proof(Type.AUTH, b"initiator")
@@ -185,13 +191,17 @@ class Handshake:
     def _proof(self, kind: Type, role: bytes) -> bytes:
         identity = encode(self.identity)
         if len(identity) > _IDENTITY_LIMIT:
-            raise ProtocolError(f"this endpoint's identity has {len(identity)} bytes, over {_IDENTITY_LIMIT}: give it a shorter name")
+            raise ProtocolError(
+                f"this endpoint's identity has {len(identity)} bytes, over {_IDENTITY_LIMIT}: give it a shorter name"
+            )
         return _message(kind, self._mac(role, identity) + identity)
 
     def _verify(self, role: bytes, data: bytes) -> None:
         mac, identity = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(role, identity)):
-            raise Refused("the cluster token differs", code=Refusal.TOKEN, reason="wrong or missing token", hint=_TOKEN_HINT)
+            raise Refused(
+                "the cluster token differs", code=Refusal.TOKEN, reason="wrong or missing token", hint=_TOKEN_HINT
+            )
         remote = decode_identity(identity)
         if remote.uid != self.remote_uid:
             raise ProtocolError("the identity's uid is not the one announced", reason="identity mismatch")

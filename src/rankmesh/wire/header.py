@@ -76,7 +76,9 @@ class Header(NamedTuple):
     extra: int
 
 
-def pack(kind: int, flags: int = 0, group: int = 0, tag: int = 0, ident: int = 0, nbytes: int = 0, extra: int = 0) -> bytes:
+def pack(
+    kind: int, flags: int = 0, group: int = 0, tag: int = 0, ident: int = 0, nbytes: int = 0, extra: int = 0
+) -> bytes:
     return HEADER.pack(VERSION, kind, flags, group, tag, ident, nbytes, extra)
 
 
@@ -103,5 +105,6 @@ def explain(header: tuple[int, ...], payload_limit: dict[int, int]) -> ProtocolE
     if kind not in payload_limit:
         return ProtocolError(f"unknown frame kind {kind}", reason="unknown frame kind")
     return ProtocolError(
-        f"a {Kind(kind).name} frame of {nbytes} bytes exceeds the limit of {payload_limit[kind]}", reason="frame too large"
+        f"a {Kind(kind).name} frame of {nbytes} bytes exceeds the limit of {payload_limit[kind]}",
+        reason="frame too large",
     )

@@ -28,7 +28,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if len(self.uid) != 16 or len(self.name) > 256 or len(self.host) > 256 or len(self.addresses) > 32:
-            raise ValueError("an identity's uid has 16 bytes, its names at most 256 characters, and at most 32 addresses")
+            raise ValueError(
+                "an identity's uid has 16 bytes, its names at most 256 characters, and at most 32 addresses"
+            )
         if min(self.eager_bytes, self.lane_credit, self.peer_credit, self.max_message, self.max_rpc) < 0:
             raise ValueError("an identity's limits are not negative")
 
@@ -72,9 +74,10 @@ def encode(message: Control | Identity) -> bytes:
 
 def decode_control(payload: memoryview) -> Control:
     try:
-        return _control.decode(payload)
+        message: Control = _control.decode(payload)
     except _MALFORMED as error:
         raise ProtocolError(f"a control message cannot be read: {error}", reason="malformed control message") from error
+    return message
 
 
 def decode_identity(payload: bytes) -> Identity:

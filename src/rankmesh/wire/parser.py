@@ -6,9 +6,9 @@ The caller's loop, for a connection:
     parser.received(n)
     while (header := parser.next_header()):  # None: more bytes are needed
         ...                                  # exactly one of the three, for every header with nbytes > 0:
-        view = parser.take()                 #   the payload, if all of it is here (valid until the next target()), else None
-        parser.into(view)                    #   put it there: what is here is copied, the rest is received in place
-        parser.drop()                        #   read past it
+        view = parser.take()                 #   the payload, if all of it is here (valid until the next target()),
+        else None parser.into(view)                    #   put it there: what is here is copied, the rest is received
+        in place parser.drop()                        #   read past it
 
 `into` and `drop` answer True when the payload is complete. Otherwise the caller goes on with `target()` and
 `received()` until `pending` is False, and then asks for the next header; the header in question stays in `header`.
