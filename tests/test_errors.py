@@ -23,7 +23,7 @@ SAMPLES: dict[str, Any] = {
     "int | None": 3,
     "float | None": 1.5,
     "tuple[int, ...]": (1, 2),
-    "dict[int, str]": {0: "all_reduce #3", 1: "barrier #3"},
+    "Mapping[int, str]": {0: "all_reduce #3", 1: "barrier #3"},
 }
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -6,7 +6,7 @@ about one that silences nothing.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any, assert_type
 
 import numpy as np
@@ -40,7 +40,7 @@ def errors_carry_typed_attributes(late: DeadlineError, lost: PeerLost, refused: 
     assert_type(refused.address, str)
     assert_type(TruncationError("it was larger.").capacity, int)
     assert_type(JoinError("it did not come together.").missing, tuple[int, ...])
-    assert_type(DesyncError("they disagree.").calls, dict[int, str])
+    assert_type(DesyncError("they disagree.").calls, Mapping[int, str])
 
     as_parent: PeerError = lost
     as_builtin: TimeoutError = late
