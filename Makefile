@@ -24,6 +24,7 @@ test: lint pytest
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 pytest: debian-ip $(VENV)/installed-dev

@@ -67,6 +67,22 @@ def test_each_rank_sees_its_place(launch: Launch, script: Script) -> None:
     assert launched.errors == ""
 
 
+def test_ranks_join_and_talk(launch: Launch, script: Script) -> None:
+    program = script(
+        """
+        import rankmesh
+        with rankmesh.join() as mesh:
+            if mesh.rank:
+                mesh.send_object(["from", mesh.rank], to=0)
+            else:
+                print([mesh.recv_object(source=other) for other in range(1, mesh.size)])
+        """
+    )
+    launched = launch("-n", "3", program)
+    assert launched.finish() == 0
+    assert launched.lines() == ["[0] [['from', 1], ['from', 2]]"]
+
+
 def test_every_run_has_a_token_of_its_own_and_the_users_is_kept(launch: Launch, script: Script) -> None:
     program = script("print(os.environ['RANKMESH_TOKEN'])")
     runs = [launch("-n", "1", program) for _ in range(2)]
@@ -461,12 +477,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_two_nodes_number_their_ranks_and_share_the_store(launch: Launch, script: Script) -> None:
+def test_two_nodes_number_their_ranks_and_make_one_world(launch: Launch, script: Script) -> None:
     program = script(
         """
+        import rankmesh
         from rankmesh.membership.environment import detect
-        place = detect(os.environ, parent_pid=1)
-        print(place.rank, place.size, place.local_rank, place.node_rank, place.master[1], os.environ["MASTER_PORT"])
+        with rankmesh.join() as mesh:
+            place = detect(os.environ, parent_pid=1)
+            print(mesh.rank, mesh.size, place.local_rank, place.node_rank, place.master[1], os.environ["MASTER_PORT"])
         """
     )
     port = free_port()

@@ -176,6 +176,10 @@ def test_rankmesh_run_id_beats_the_launchers() -> None:
     assert found({**MPICH, "RANKMESH_RUN_ID": "mine"}).run_id == "mine"
 
 
+def test_a_run_id_can_be_the_name_of_a_file() -> None:
+    assert found({**MPICH, "RANKMESH_RUN_ID": "../../etc/x y\x00"}).run_id == "..-..-etc-x-y-"
+
+
 def test_loopback_master_without_local_variables_means_one_host() -> None:
     placement = found({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"})
     assert (placement.local_rank, placement.local_size, placement.one_host) == (1, 3, True)
@@ -232,7 +236,7 @@ def test_the_batch_script_of_a_slurm_job_is_not_a_rank() -> None:
         ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT"),
         ({**TORCHRUN, "MASTER_PORT": "ssh"}, "MASTER_PORT"),
         ({**RUN, "RANKMESH_STORE": ""}, "RANKMESH_STORE"),
-        ({**RUN, "RANKMESH_STORE": "tls://h:1"}, "RANKMESH_STORE"),
+        ({**RUN, "RANKMESH_STORE": "inproc://h"}, "RANKMESH_STORE"),
         ({**RUN, "RANKMESH_STORE": "tcp://h:0"}, "RANKMESH_STORE"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
         ({"PMI_RANK": "0"}, "PMI_SIZE"),

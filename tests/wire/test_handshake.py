@@ -560,6 +560,15 @@ def test_any_reason_can_be_sent(reason: str) -> None:
     assert refused.value.reason.isprintable()
 
 
+@pytest.mark.parametrize("padding", ["", "x"])
+def test_a_long_reason_is_cut_even_within_a_character(padding: str) -> None:
+    sent = Handshake.refuse(Refusal.DUPLICATE, padding + "é" * 1000)
+    assert len(sent) == PREFIX_BYTES + 512
+    with pytest.raises(Refused) as refused:
+        feed(at_start(True), sent)
+    assert refused.value.reason == ("é" * 256 if not padding else "x" + "é" * 255 + "\ufffd")
+
+
 @given(st.binary(max_size=200), st.booleans(), st.booleans())
 def test_garbage_is_refused_or_waited_for(garbage: bytes, initiator: bool, with_prefix: bool) -> None:
     side = at_start(initiator)

@@ -50,6 +50,8 @@ def reach(host: str, port: int, timeout: float) -> Reach:
         if attempt.reached:
             return attempt
         failures.append(attempt)
+    if not failures:
+        return Reach(False, f"the name took {lookup:.1f} s, which left no time to connect", "Pass a larger --timeout.")
     texts = "; ".join(dict.fromkeys(failure.text for failure in failures))
     return Reach(False, texts, failures[-1].advice)
 

@@ -72,7 +72,7 @@ def _address(text: str) -> Address:
         address = Address.parse(text if "://" in text else f"tcp://{text}")
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if address.scheme != "tcp" or not 0 < address.port < MAX_PORT:  # the next port is for torch's own store
+    if address.scheme == "inproc" or not 0 < address.port < MAX_PORT:  # the next port is for torch's own store
         raise argparse.ArgumentTypeError(f"{text!r} is not host:port with a port from 1 to {MAX_PORT - 1}")
     return address
 

@@ -4,6 +4,7 @@ take it."""
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
@@ -24,6 +25,8 @@ from rankmesh.wire.messages import Control
 if TYPE_CHECKING:
     from rankmesh.endpoint.inbound import Inbound
     from rankmesh.endpoint.peer import Peer
+
+logger = logging.getLogger("rankmesh")
 
 _OBJECT: Final = int(Flag.OBJECT)
 #: Looks at every peer's liveness per heartbeat interval: how finely silence is measured.
@@ -52,6 +55,9 @@ class Hub:
         self.want_link: Callable[[PeerRouter], None] = lambda router: None
         self.dial_trouble: Callable[[PeerRouter], str] = lambda router: ""
         self._index = itertools.count()
+        self._looked = monotonic()
+        #: When this process last came back from not running, and how long it had been away.
+        self._absence = (0.0, 0.0)
         self._rpc_bytes = 0
         self._rpc_waiting: deque[tuple[Inbound, tuple[int, ...]]] = deque()
 
@@ -135,13 +141,13 @@ class Hub:
         members = self.members.get(group)
         return members is not None and all(self.routers[index].gone for index in members)
 
-    def _nobody_left(self, receive: Posted) -> PeerLost:
-        return PeerLost(
-            f"{receive.describe()} can match nothing: every other member of the group is lost.",
-            op=receive.op,
-            tag=receive.tag,
-            reason="every other member is lost",
-        )
+    def _nobody_left(self, posted: Posted) -> PeerLost:
+        """Every member is lost; the error names the last of them."""
+        members = (self.routers[index] for index in self.members[posted.group])
+        last = max((router for router in members if isinstance(router, PeerRouter)), key=lambda router: router.lost_at)
+        error = last.lost_error(posted.op, posted.tag)
+        error.message = f"Nothing can come: every other member is lost. The last was {error.message}"
+        return error
 
     def lost(self, router: PeerRouter, left: bool) -> None:
         """A peer is gone. Receives that name it are failed by its router; wildcards fail when nobody is left."""
@@ -169,10 +175,30 @@ class Hub:
         if self.closed:
             return
         now = monotonic()
+        gap, self._looked = now - self._looked, now
+        late = gap > self.config.heartbeat_interval
+        if gap > self._too_long:
+            self._absence = (now, gap)
+            logger.warning("This process did not run for %.1f s; its peers may have given it up.", gap)
         for router in list(self.routers.values()):
             if isinstance(router, PeerRouter) and router.link is not None:
+                if late:  # nobody was silent: nobody listened
+                    router.last_heard = now
                 router.heartbeat(now)
         self.start_heartbeat()
+
+    @property
+    def _too_long(self) -> float:
+        return self.config.heartbeat_timeout - self.config.heartbeat_interval
+
+    def absence(self, now: float) -> float:
+        """Seconds for which this process did not run (stopped, swapped out, the GIL kept by one call) until just now, if
+        so many that peers may have given it up; otherwise 0."""
+        gap = now - self._looked
+        if gap > self._too_long:
+            return gap
+        back, gap = self._absence
+        return gap if now - back < self.config.heartbeat_timeout else 0.0
 
     # ------------------------------------------------------------------ RPC
 

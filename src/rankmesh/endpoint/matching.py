@@ -133,7 +133,7 @@ class Matcher(Generic[R, M]):
         fitting = (
             queue[0]
             for (g, s, t), queue in self._unexpected.items()
-            if g == group and source in (ANY_SOURCE, s) and (t == tag or (tag == ANY_TAG and t >= 0))
+            if t >= 0 and g == group and source in (ANY_SOURCE, s) and tag in (ANY_TAG, t)
         )
         return min(fitting, key=lambda message: message.order, default=None)
 

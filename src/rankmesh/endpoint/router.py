@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from rankmesh.endpoint.inbound import Inbound
@@ -68,8 +69,9 @@ class PeerRouter:
         #: The peer's number in this endpoint: the source of its messages.
         self.index = index
         self.link: Link | None = None
-        #: Why the peer is gone for good; empty while it is not.
+        #: Why the peer is gone for good, and since when; empty while it is not.
         self.gone = ""
+        self.lost_at = 0.0
         #: Kept open although it is quiet.
         self.pinned = False
         self.requests: dict[int, Request] = {}
@@ -229,9 +231,14 @@ class PeerRouter:
         """The peer is gone: everything that needs it fails now."""
         if self.gone:
             return
+        self.lost_at = now = monotonic()
+        absence = 0.0 if left else self.hub.absence(now)
+        if absence:
+            reason += f", after this process itself did not run for {absence:.1f} s"
         self.gone = reason
         self._release_link(abort=not left)
-        self.hub.lost(self, left)
+        # Who was away for that long is the one that was given up: what it believes of others is not for passing on.
+        self.hub.lost(self, left or absence > 0)
         self._fail_all(self.lost_error)
 
     def unreachable(self, error: PeerError) -> None:

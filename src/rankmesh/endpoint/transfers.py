@@ -197,7 +197,10 @@ class Receive(Posted):
         self._landing = landing
 
     def unmatched(self) -> None:
+        """The message was withdrawn: wait for the next, which may have another size."""
         self._landing = None
+        if self.wants_object:
+            self.view = None
 
     def arrived(self, source: int, tag: int, nbytes: int) -> None:
         """All bytes are where they belong."""

@@ -157,7 +157,12 @@ class Work(Generic[T]):
             deadline, timeout = self.began + self.timeout, self.timeout
         else:
             deadline = monotonic() + timeout
-        self._engine.drive(self, deadline)
+        try:
+            self._engine.drive(self, deadline)
+        except BaseException:  # a signal's handler raised: nobody waits any more, and the buffer is the caller's
+            if not self.finished:
+                self._give_up(CancelledError(f"{self._describe()} was interrupted."))
+            raise
         if not self.finished:
             self._give_up(self._late(timeout))
 

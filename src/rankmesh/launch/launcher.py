@@ -51,7 +51,7 @@ def launch(program: Program, world: World, options: Options, environ: Mapping[st
         meeting = Meeting(
             store=store,
             token=config.token,
-            run_id=environ.get("RANKMESH_RUN_ID") or secrets.token_hex(8),
+            run_id=environ.get("RANKMESH_RUN_ID") or _new_run_id(world),
             torch_master=_torch_master(world),
         )
         plans = plan_ranks(world, program, meeting, environ, cores=len(os.sched_getaffinity(0)))
@@ -75,20 +75,27 @@ def _new_token(world: World) -> str:
     return secrets.token_hex(32)
 
 
+def _new_run_id(world: World) -> str:
+    """All nodes must agree on it without asking; there the store, which lives as long as the run, tells runs apart."""
+    return secrets.token_hex(8) if world.rendezvous is None else f"{world.rendezvous.host}-{world.rendezvous.port}"
+
+
 @contextmanager
 def _store(world: World, config: Config) -> Iterator[str]:
     """The address of the store, which runs here on node 0."""
+    scheme = "tls" if config.tls is not None else "tcp"
     if world.rendezvous is None:
-        with StoreServer("tcp://127.0.0.1:0", config) as server:
+        with StoreServer(f"{scheme}://127.0.0.1:0", config) as server:
             yield server.address
         return
+    address = world.rendezvous.with_scheme(scheme)
     if world.node_rank > 0:
-        yield str(world.rendezvous)
+        yield str(address)
         return
     # The name may mean loopback on the host that bears it (/etc/hosts of Debian); the others come from outside.
-    host = route_to(world.rendezvous.host, world.rendezvous.port)
-    with StoreServer(str(replace(world.rendezvous, host=host)), config):
-        yield str(world.rendezvous)
+    host = route_to(address.host, address.port)
+    with StoreServer(str(replace(address, host=host)), config):
+        yield str(address)
 
 
 def _torch_master(world: World) -> tuple[str, int]:

@@ -16,6 +16,7 @@ Pure: the environment is a mapping, and nothing is read from anywhere else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -23,6 +24,8 @@ from ipaddress import ip_address
 from rankmesh.errors import ConfigError, JoinError
 from rankmesh.membership import nodelist
 from rankmesh.membership.schemes import SCHEMES, Claim, Master, Scheme, Variables
+
+_UNUSUAL = re.compile(r"[^A-Za-z0-9._@-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +126,9 @@ def _local_size(scheme: Scheme, variables: Variables) -> int | None:
 
 
 def _run_id(scheme: Scheme, variables: Variables, parent_pid: int) -> str:
-    given = variables.text("RANKMESH_RUN_ID")
-    if given is not None:
-        return given
-    parts = [part for name in scheme.run_id if (part := variables.text(name))]
-    if not parts:
-        parts = [f"parent-{parent_pid}"]
-    return "-".join([scheme.rank.split("_")[0].lower(), *parts])
+    parts = [part for name in scheme.run_id if (part := variables.text(name))] or [f"parent-{parent_pid}"]
+    ours = "-".join([scheme.rank.split("_")[0].lower(), *parts])
+    return _UNUSUAL.sub("-", variables.text("RANKMESH_RUN_ID") or ours)  # it may become the name of a file
 
 
 def is_loopback(host: str) -> bool:

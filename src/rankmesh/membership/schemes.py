@@ -93,7 +93,7 @@ def _store(claim: Claim) -> tuple[Master, int] | None:
     if text is None:
         raise ConfigError("RANKMESH_RANK is set but RANKMESH_STORE is not. Start the ranks with `rankmesh run`.")
     address = Address.parse(text)
-    if address.scheme != "tcp" or not address.port:
+    if address.scheme not in ("tcp", "tls") or not address.port:
         raise ConfigError(f"RANKMESH_STORE={text!r} is not of the form tcp://host:port. `rankmesh run` sets it.")
     return (address.host, address.port), 1
 

@@ -77,11 +77,15 @@ class TlsLink:
         self._unsent = EMPTY
         self._read_ended = False  # by a close_notify
         self._failure = ""  # why nothing can be read any more
-        self._bell = Doorbell()
-        self._epoll = select.epoll()
-        self._epoll.register(self._bell.fileno(), select.EPOLLIN)
         self._watched = select.EPOLLIN
+        try:
+            self._epoll = select.epoll()
+            self._bell = Doorbell()
+        except OSError:  # no descriptors left
+            sock.close()
+            raise
         self._epoll.register(sock.fileno(), self._watched)
+        self._epoll.register(self._bell.fileno(), select.EPOLLIN)
         self._watch()
 
     def __repr__(self) -> str:
@@ -185,8 +189,8 @@ class TlsLink:
             count += self._decrypt(view[count:])
             if count and len(data) < READ_BYTES:
                 break  # the socket is empty
-        if self._failure and not count:
-            self._check_usable()
+        if not count:
+            self._check_failure()
         return count
 
     def _decrypt(self, view: memoryview) -> int:
@@ -284,7 +288,8 @@ class TlsLink:
                     self._say_goodbye()
                 self._send_unsent()
             except BlockingIOError:
-                self._close_later()
+                if self._established:
+                    self._close_later()
             except OSError:
                 pass  # the connection is gone, and nobody is there to be told
             tcp.close_in_order(self._sock)
@@ -308,6 +313,7 @@ class TlsLink:
         while count := self._decrypt(chunk):
             spill += chunk[:count]
         self._spill = memoryview(spill)
+        self._check_failure()
         try:
             self._tls.unwrap()
         except ssl.SSLWantReadError:
@@ -321,10 +327,13 @@ class TlsLink:
     def _check_usable(self) -> None:
         if self.fileno() < 0:
             raise OSError(errno.EBADF, f"this end of the connection to {self.remote} is closed")
-        if self._failure:
-            raise ConnectionAbortedError(errno.ECONNABORTED, self._failure)
+        self._check_failure()
         if not self._established:
             raise BlockingIOError(errno.EAGAIN, f"still in the handshake with {self.remote}")
+
+    def _check_failure(self) -> None:
+        if self._failure:
+            raise ConnectionAbortedError(errno.ECONNABORTED, self._failure)
 
 
 class TlsListener(tcp.TcpListener):

@@ -1,0 +1,142 @@
+"""Ranks in processes of their own, which a test talks with, stops and kills.
+
+    with Ranks(4, body, config) as ranks:       # body(mesh, talk, *args) runs in each process, after join()
+        ranks.hear(2)                           # what rank 2 said by talk.send(…)
+        ranks.signal(3, SIGKILL)
+
+A body is a function of a module. The processes are forked from a server that has imported rankmesh and holds nothing
+else (the fixture `nursery`): they are fresh, and start in a tenth of the time. Times that ranks report are
+`time.monotonic()`, which is one clock for all processes of a host.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from time import monotonic
+from typing import Any, NamedTuple, Self
+
+import pytest
+
+from rankmesh.config import Config
+from rankmesh.errors import RankmeshError
+from rankmesh.mesh import Mesh, join
+from rankmesh.testing.world import free_port
+from timing import scaled
+
+#: Seconds (scaled) a rank may take to say what it is about to say anyway.
+PATIENCE = 20.0
+
+Body = Callable[..., None]
+
+
+class Outcome(NamedTuple):
+    """How a call in a rank ended, and when."""
+
+    when: float
+    value: Any
+    error: RankmeshError | None
+
+
+class Crash(NamedTuple):
+    """A body raised; the text of the traceback."""
+
+    trace: str
+
+
+def attempt(call: Callable[[], Any]) -> Outcome:
+    """In a rank: make a call that may raise an error of rankmesh."""
+    try:
+        value = call()
+    except RankmeshError as error:
+        return Outcome(monotonic(), None, error)
+    return Outcome(monotonic(), value, None)
+
+
+def _main(url: str, rank: int, size: int, config: Config, talk: Connection, body: Body, args: Sequence[Any]) -> None:
+    try:
+        with join(url, rank=rank, size=size, config=config, timeout=scaled(PATIENCE)) as mesh:
+            body(mesh, talk, *args)
+    except BaseException:  # noqa: BLE001  the test shall see it, whatever it is
+        talk.send(Crash(traceback.format_exc()))
+        raise
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[None]:
+    """The process that ranks are forked from. Import it, and use it in every module that makes Ranks."""
+    # What is installed, not modules of tests/: the server of Python 3.11 does not have them on its path, and says nothing.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "rankmesh.testing.proxy", "rankmesh.testing.world"])
+    forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # CPython's own tests end it that way; there is no other
+
+
+class Ranks:
+    """A world of processes. Leaving the block kills what still runs."""
+
+    def __init__(self, size: int, body: Body, config: Config | None = None, args: Sequence[Any] = ()) -> None:
+        context = multiprocessing.get_context("forkserver")
+        url = f"tcp://127.0.0.1:{free_port()}"
+        self.size = size
+        self._talks: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            settings = (url, rank, size, config or Config(), theirs, body, args)
+            process = context.Process(target=_main, args=settings, name=f"rank-{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._talks.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, talk in zip(self._processes, self._talks, strict=True):
+            talk.close()
+            process.kill()
+            process.join()
+            process.close()
+
+    def pid(self, rank: int) -> int:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def signal(self, rank: int, number: signal.Signals) -> float:
+        """Send a signal; the time just before."""
+        when = monotonic()
+        os.kill(self.pid(rank), number)
+        return when
+
+    def say(self, rank: int, what: Any = None) -> None:
+        self._talks[rank].send(what)
+
+    def hear(self, rank: int, timeout: float = PATIENCE) -> Any:
+        """What a rank says next, within `timeout` seconds (scaled here)."""
+        talk = self._talks[rank]
+        assert talk.poll(scaled(timeout)), f"rank {rank} said nothing within {scaled(timeout):g} s"
+        said = talk.recv()
+        assert not isinstance(said, Crash), f"rank {rank} crashed:\n{said.trace}"
+        return said
+
+    def hear_all(self, ranks: Sequence[int] | None = None) -> list[Any]:
+        return [self.hear(rank) for rank in (range(self.size) if ranks is None else ranks)]
+
+    def exit_code(self, rank: int) -> int | None:
+        """Wait for a rank's process to end."""
+        self._processes[rank].join(scaled(PATIENCE))
+        code = self._processes[rank].exitcode
+        assert code is not None, f"rank {rank} did not end"
+        return code
+
+
+Talk = Connection
+__all__ = ["Mesh", "Outcome", "Ranks", "Talk", "attempt", "nursery"]
