@@ -26,6 +26,8 @@ class Launched:
     def wait_for(self, *texts: str) -> None:
         """Read until each text has appeared on standard output."""
         self._read(lambda: all(text.encode() in self.out for text in texts), f"{texts} on standard output")
+        missing = [text for text in texts if text.encode() not in self.out]
+        assert not missing, f"the launcher ended without {missing}; it wrote: {self.out!r} {self.err!r}"
 
     def finish(self) -> int:
         """Read to the end; return the exit code."""

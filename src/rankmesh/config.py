@@ -97,8 +97,11 @@ class Config:
             raise ConfigError(
                 f"Config.connect_backoff must be (first, last) with 0 < first <= last, not {self.connect_backoff!r}."
             )
-        if not 0 < self.eager_bytes <= self.lane_credit_bytes // 2:
-            raise ConfigError("Config.eager_bytes must be positive and at most half of lane_credit_bytes.")
+        if not 0 < self.eager_bytes <= (self.lane_credit_bytes - KIB) // 2:
+            raise ConfigError(
+                f"Config.lane_credit_bytes ({self.lane_credit_bytes}) must hold two messages of eager_bytes "
+                f"({self.eager_bytes}) and 1 KiB. Raise the first or lower the second."
+            )
         if self.lane_credit_bytes > self.peer_credit_bytes:
             raise ConfigError("Config.lane_credit_bytes must not exceed peer_credit_bytes.")
         for name in ("max_message_bytes", "max_rpc_bytes", "send_queue_bytes", "rpc_inflight_bytes", "max_handshakes"):

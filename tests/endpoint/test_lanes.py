@@ -47,11 +47,9 @@ def send(queue: OutQueue, nbytes: int) -> bytes:
 
 def drain(queue: OutQueue, step: int = 2**40) -> bytes:
     stream = b""
-    while queue:
-        taken = send(queue, step)
-        assert taken, "the queue has something and gives nothing"
+    while taken := send(queue, step):
         stream += taken
-    assert queue.commit() == []
+    assert not queue, "the queue has something and gives nothing"
     return stream
 
 

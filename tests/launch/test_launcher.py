@@ -208,11 +208,10 @@ def test_an_endless_line_does_not_fill_the_launchers_memory(launch: Launch, scri
 def test_colours_only_on_a_terminal(launch: Launch, script: Script) -> None:
     program = script("print('hello'); print('error', file=sys.stderr)")
     ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "wb", 0) as terminal:
+    with os.fdopen(theirs, "wb", 0) as terminal, os.fdopen(ours, "rb", 0) as screen:
         launched = launch("-n", "2", program, stdout=terminal, env={"TERM": "xterm", "NO_COLOR": None})
         assert launched.finish() == 0
-        text = os.read(ours, 4096)
-    os.close(ours)
+        text = screen.read(4096)
     assert sorted(text.split(b"\r\n")) == [b"", b"\x1b[33m[1]\x1b[0m hello", b"\x1b[36m[0]\x1b[0m hello"]
     assert sorted(launched.errors.splitlines()) == ["[0] error", "[1] error"]
 

@@ -57,19 +57,19 @@ class CreditMachine(RuleBasedStateMachine):
     def cancel_the_last(self) -> None:
         self.sender.give_back(*self.sent.pop())
 
-    @precondition(lambda self: self.sent)
-    @rule()
-    def message_arrives(self) -> None:
-        lane, cost = self.sent.popleft()
-        self.receiver.arrived(cost)
-        self.unexpected.append((lane, cost))
+    @rule(count=st.integers(1, 8))
+    def messages_arrive(self, count: int) -> None:
+        for _ in range(min(count, len(self.sent))):
+            lane, cost = self.sent.popleft()
+            self.receiver.arrived(cost)
+            self.unexpected.append((lane, cost))
 
-    @precondition(lambda self: self.unexpected)
-    @rule(which=st.integers(0, 99))
-    def message_is_received(self, which: int) -> None:
-        lane, cost = self.unexpected.pop(which % len(self.unexpected))
-        if self.receiver.consumed(lane, cost):
-            self.credit.extend(self.receiver.pay())
+    @rule(first=st.integers(0, 99), count=st.integers(1, 8))
+    def messages_are_received(self, first: int, count: int) -> None:
+        for _ in range(min(count, len(self.unexpected))):
+            lane, cost = self.unexpected.pop(first % len(self.unexpected))
+            if self.receiver.consumed(lane, cost):
+                self.credit.extend(self.receiver.pay())
 
     @rule()
     def receiver_pays_before_it_is_due(self) -> None:
@@ -84,12 +84,8 @@ class CreditMachine(RuleBasedStateMachine):
     @rule()
     def everything_is_received(self) -> None:
         """The promise: whoever waits for credit, and whose messages have all been received, can send again."""
-        while self.sent:
-            self.message_arrives()
-        while self.unexpected:
-            lane, cost = self.unexpected.pop()
-            if self.receiver.consumed(lane, cost):
-                self.credit.extend(self.receiver.pay())
+        self.messages_arrive(len(self.sent))
+        self.messages_are_received(0, len(self.unexpected))
         while self.credit:
             self.credit_arrives()
         cost = self.eager_bytes + OVERHEAD

@@ -162,7 +162,7 @@ def deadline(stage: Stage) -> list[str]:
 
 
 def loss(stage: Stage) -> list[str]:
-    """All wait for a rank, and rank 0 kills it. The launcher then tells the others to end; they finish the act first."""
+    """All wait for a rank, and rank 0 kills it. The launcher then tells the others to end; they finish first."""
     mesh = stage.mesh
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     mesh.barrier(PATIENCE)

@@ -1,8 +1,8 @@
 """Loops that time messages between two ranks, and a check of what arrives.
 
-Rank 0 leads: it decides on counts, by time, and tells rank 1 what to do next (`Echo`, `Drain`, `Verify`, `End`, sent as
-objects). Times are taken on rank 0 alone. Contents are compared outside the timed loops, in messages of which each is
-different; the comparison counts wrong bytes.
+Rank 0 leads: it decides on counts, by time, and tells rank 1 what to do next (echo, drain, verify, end). Times are
+taken on rank 0 alone. Contents are compared outside the timed loops, in messages of which each is different; the
+comparison counts wrong bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rankmesh.errors import InternalError
 Bytes = NDArray[np.uint8]
 
 #: Untimed round trips before each timed loop; their time also tells how many fit into the loop.
-WARMUP: Final = 5
+WARMUP: Final = 10
 #: Fewest and most repetitions of a timed loop, whatever the time.
 LEAST: Final = 5
 MOST: Final = 50_000

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,12 +60,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.plot:
-        report.require_matplotlib()
+        report.load_matplotlib()
     placement = detect(os.environ, parent_pid=os.getppid())
     if placement is not None and placement.size > 1:
         if args.transport is not None:
             raise ConfigError("Inside a launch the transport is that of the launch. Leave --transport out.")
-        return _measure(args, placement.local_rank)
+        return _measure(args, placement.local_rank, join)
     if args.transport == "inproc":
         return _in_threads(args)
     with _environment(args.transport) as environ:
@@ -77,7 +77,7 @@ def _in_threads(args: argparse.Namespace) -> int:
     url = f"inproc://bench-{uuid4().hex}"
 
     def rank(number: int) -> int:
-        return _measure(args, number, url, rank=number, size=2)
+        return _measure(args, number, lambda: join(url, rank=number, size=2))
 
     with ThreadPoolExecutor(2) as threads:
         return max(threads.map(rank, range(2)))
@@ -116,13 +116,13 @@ def _options(args: argparse.Namespace) -> Iterator[str]:
             yield f"--{option}={value}"
 
 
-def _measure(args: argparse.Namespace, local_rank: int, url: str | None = None, **place: int) -> int:
-    """What each rank does; the exit code."""
+def _measure(args: argparse.Namespace, local_rank: int, enter: Callable[[], Mesh]) -> int:
+    """What each rank does, in the mesh that `enter` joins; the exit code."""
     document: dict[str, object] = {"bench": "p2p", **report.environment(), "pinned": args.pin}
     if args.pin:  # before join(): the threads it starts stay on this core too
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
-    with join(url, **place) as mesh:
+    with enter() as mesh:
         if mesh.rank > 1:
             mesh.barrier(LIMIT)
             return 0
@@ -132,7 +132,7 @@ def _measure(args: argparse.Namespace, local_rank: int, url: str | None = None, 
             return 0
         document["transport"] = mesh.peers[0].addresses[0].scheme
         document["ranks"] = [str(peer) for peer in mesh.peers[:2]]
-        rows = _table(args, mesh, f"# {_title(document)}")
+        rows = _table(args, mesh, [_title(document), *report.caveats(document)])
         mesh.barrier(LIMIT)
     if args.json:
         report.write_json(args.json, document, rows)
@@ -141,10 +141,10 @@ def _measure(args: argparse.Namespace, local_rank: int, url: str | None = None, 
     return int(any(row.wrong for row in rows))
 
 
-def _table(args: argparse.Namespace, mesh: Mesh, title: str) -> list[measure.Row]:
+def _table(args: argparse.Namespace, mesh: Mesh, remarks: list[str]) -> list[measure.Row]:
     """Rank 0: measure, and print each row when it is there."""
     table: IO[str] = sys.stderr if args.json == "-" else sys.stdout
-    print(title, *report.heading(), sep="\n", file=table, flush=True)
+    print(*(f"# {remark}" for remark in remarks), *report.heading(), sep="\n", file=table, flush=True)
     rows = []
     for nbytes in args.sizes:
         rows.append(measure.lead(mesh, 1, nbytes, args.seconds))

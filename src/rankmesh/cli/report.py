@@ -7,9 +7,10 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,6 +20,8 @@ from rankmesh.errors import ConfigError
 if TYPE_CHECKING:
     from rankmesh.cli.measure import Row
 
+#: Load average above which somebody else was using the machine.
+QUIET_LOAD: Final = 0.5
 _UNITS: Final = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 #: More rows than anybody reads; a factor that is too small makes them.
 _MOST_SIZES: Final = 200
@@ -92,6 +95,16 @@ def environment() -> dict[str, Any]:
     }
 
 
+def caveats(environment: Mapping[str, Any]) -> list[str]:
+    """Why the figures are not to be quoted, if so."""
+    found = []
+    if environment["load_before"] > QUIET_LOAD:
+        found.append(f"Other programs were running (load {environment['load_before']}): the figures are not its best.")
+    if environment["cores"] < 2:
+        found.append("There is only one core, so that nobody can poll: the figures are not its best.")
+    return found
+
+
 def write_json(target: str, document: dict[str, Any], rows: Sequence[Row]) -> None:
     """To a file, or to standard output for `-`."""
     text = json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
@@ -104,10 +117,10 @@ def write_json(target: str, document: dict[str, Any], rows: Sequence[Row]) -> No
         raise ConfigError(f"{target} cannot be written: {error.strerror}. Name another file after --json.") from error
 
 
-def require_matplotlib() -> None:
-    """Before anything is measured."""
+def load_matplotlib() -> Any:
+    """matplotlib.figure, which draws without a display. To be called before anything is measured."""
     try:
-        import matplotlib  # noqa: F401  # only whether it is there
+        return import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
             f"--plot needs the package matplotlib ({error}). Install it with: pip install 'rankmesh[plot]'"
@@ -116,9 +129,7 @@ def require_matplotlib() -> None:
 
 def write_plot(target: str, title: str, rows: Sequence[Row]) -> None:
     """Time and bandwidth by size, both on logarithmic axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = load_matplotlib().Figure(figsize=(11, 4.5), layout="constrained")
     figure.suptitle(title, fontsize=10)
     time, bandwidth = figure.subplots(1, 2)
     sizes = [row.nbytes for row in rows]

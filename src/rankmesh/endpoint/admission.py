@@ -7,7 +7,6 @@ the engine's lock.
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -63,8 +62,6 @@ class Admission:
     def ready(self, mask: int = 0) -> None:
         """The link can do something: go on."""
         try:
-            if self.handshake.undecided and mask & (select.EPOLLHUP | select.EPOLLERR):
-                raise _closed()
             self._advance()
         except BlockingIOError:
             self._rewatch()
@@ -104,9 +101,7 @@ class Admission:
                 self._progressed(self)
                 return
             if handshake.undecided:
-                self._progressed(self)
-                if handshake.undecided:
-                    raise BlockingIOError  # the decision comes later
+                self._progressed(self)  # which decides
                 continue
             knew = handshake.remote_uid
             self._out += handshake.receive(self._read())
@@ -133,7 +128,7 @@ class Admission:
             return
         if self._established:
             self.link.wants_write(bool(self._out))
-        mask = self.link.poll_mask() if not self.handshake.undecided else 0
+        mask = self.link.poll_mask()
         if mask != self._mask:
             self._mask = mask
             self._engine.modify(self.link.fileno(), mask)

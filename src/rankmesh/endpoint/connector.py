@@ -99,6 +99,11 @@ class Dial:
         if self.admission is not None:
             self.admission.drop()
 
+    def reached(self, peer: Peer) -> None:
+        """The peer is connected; it may be one that was known already."""
+        if self.work is not None and not self.work.finished:
+            self.work.finish(peer)
+
     def _resolved(self, found: list[Address], error: OSError | None) -> None:
         if self._over:
             return
@@ -280,7 +285,6 @@ class Connector:
             dial.work.fail(error)
         else:
             dial.router.lose(f"it cannot be reached at {dial.where} ({dial.trouble})")
-        self._judge_waiting()
 
     def admit(self, link: Link, dial: Dial, timeout: float) -> None:
         dial.admission = admission = self._new_admission(link, dial, timeout)
@@ -320,24 +324,16 @@ class Connector:
         verdict = judge(
             self._identity().uid,
             remote.uid,
-            connected=router is not None and router.link is not None and not router.outbound.paused,
+            connected=router is not None and _is_connected(router),
             dialing=any(dial.remote_uid == remote.uid for dial in self._dials.values()),
-            dialing_unknown=any(dial.remote_uid is None for dial in self._dials.values()),
         )
         match verdict:
-            case Verdict.WAIT:
-                return
             case Verdict.REFUSE:
                 admission.refuse(Refusal.DUPLICATE, "both sides connected at once, and the other connection is kept")
             case Verdict.ACCEPT:
                 if router is not None:
                     router.rest()  # if it still holds a connection that both sides agreed to let go
                 admission.accept()
-
-    def _judge_waiting(self) -> None:
-        for admission in list(self._accepting):
-            if admission.handshake.undecided:
-                admission.ready()
 
     def _dial_progressed(self, admission: Admission) -> None:
         """A connection of our own went a step further."""
@@ -347,9 +343,11 @@ class Connector:
             del self._dialing[admission]
             self._dials.pop(dial.router.index, None)
             self._admitted(admission, dial)
-        elif dial.remote_uid is None:
+        elif dial.remote_uid is None and handshake.remote_uid is not None:
             dial.remote_uid = handshake.remote_uid
-        self._judge_waiting()
+            router = self._known(dial.remote_uid)
+            if router is not None and _is_connected(router):
+                self._settle(router)
 
     def _admitted(self, admission: Admission, dial: Dial | None = None) -> None:
         remote = admission.handshake.remote
@@ -370,17 +368,22 @@ class Connector:
             router.attach(link, remote, monotonic())
         else:
             link.close()  # connect() to a peer that was connected already
-        self._settle(router, remote.uid, dial)
+        self._settle(router)
+        if dial is not None:
+            dial.reached(router.peer)
 
-    def _settle(self, router: PeerRouter, uid: bytes, dial: Dial | None) -> None:
+    def _settle(self, router: PeerRouter) -> None:
         """The peer is connected: attempts at it are over, and those who wait for them have it."""
-        settled = [other for other in self._dials.values() if other.remote_uid == uid or other.router is router]
-        for other in settled:
-            del self._dials[other.router.index]
-            other.cancel()
-        for done in (*settled, *((dial,) if dial is not None else ())):
-            if done.work is not None and not done.work.finished:
-                done.work.finish(router.peer)
+        identity = router.peer.identity
+        assert identity is not None
+        for dial in [dial for dial in self._dials.values() if dial.router is router or dial.remote_uid == identity.uid]:
+            del self._dials[dial.router.index]
+            if dial.admission is not None:
+                self._dialing.pop(dial.admission, None)
+            dial.cancel()
+            if dial.router is not router:
+                self._bind(identity, dial.router)
+            dial.reached(router.peer)
 
     def _refused(self, admission: Admission, error: Exception) -> None:
         """A connection from outside did not make it."""
@@ -395,7 +398,6 @@ class Connector:
     def _dial_refused(self, admission: Admission, error: Exception) -> None:
         dial = self._dialing.pop(admission)
         dial.failed(error)
-        self._judge_waiting()
 
     # ------------------------------------------------------------------ the end
 
@@ -412,3 +414,8 @@ class Connector:
             admission.drop()
         self._accepting.clear()
         self._dialing.clear()
+
+
+def _is_connected(router: PeerRouter) -> bool:
+    """It has a connection, and did not agree to let it go."""
+    return router.link is not None and not router.outbound.paused

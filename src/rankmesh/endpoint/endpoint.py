@@ -16,9 +16,9 @@ from rankmesh.endpoint.hub import Hub, Service
 from rankmesh.endpoint.matching import ANY_SOURCE
 from rankmesh.endpoint.messages import Messages
 from rankmesh.endpoint.peer import Peer
-from rankmesh.endpoint.progress import Until
 from rankmesh.endpoint.router import PeerRouter, Reply
 from rankmesh.endpoint.transfers import Status
+from rankmesh.endpoint.waiting import Until
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ClosedError, ConfigError, DeadlineError
 from rankmesh.transport.address import Address

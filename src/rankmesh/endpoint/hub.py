@@ -71,13 +71,17 @@ class Hub:
     # ------------------------------------------------------------------ receiving
 
     def take_receive(self, index: int, group: int, tag: int, flags: int) -> Receive | None:
-        """The receive that an arriving message goes to. One that expects the other kind fails, and leaves it to the
-        next."""
-        while True:
-            receive = self.matcher.take_posted(group, index, tag)
-            if receive is None or receive.wants_object == bool(flags & _OBJECT):
-                return receive
-            receive.fail(receive.wrong_kind())
+        """The receive that an arriving message goes to."""
+        receive = self.matcher.take_posted(group, index, tag)
+        return None if receive is None else self.fitting(receive, index, group, tag, flags)
+
+    def fitting(self, receive: Receive, index: int, group: int, tag: int, flags: int) -> Receive | None:
+        """This receive, or the next that expects the message's kind: one that expects the other fails and leaves it."""
+        found: Receive | None = receive
+        while found is not None and found.wants_object != bool(flags & _OBJECT):
+            found.fail(found.wrong_kind())
+            found = self.matcher.take_posted(group, index, tag)
+        return found
 
     def keep(self, message: Message) -> None:
         """No receive is posted for this message: it waits, and probes for it end."""
@@ -89,7 +93,8 @@ class Hub:
 
     def post(self, receive: Receive, again: bool = False) -> None:
         """Match a receive with what has arrived, or post it (`again`: at its old place)."""
-        self.check_open()
+        if self.closed:
+            self.check_open()
         source = receive.source
         message = self.matcher.peek(receive.group, source, receive.match_tag)
         if message is not None:
@@ -99,7 +104,9 @@ class Hub:
                 self.matcher.discard(message)
                 message.router.inbound.deliver(message, receive)
             return
-        if not self._may_come(receive):
+        router = self.routers.get(source)
+        ready = router is not None and router.link is not None and not router.gone
+        if not ready and not self._may_come(receive):
             return
         if again:
             self.matcher.repost(receive)

@@ -32,6 +32,7 @@ class Inbound:
 
     def __init__(self, router: PeerRouter) -> None:
         self._router = router
+        self._index = router.index
         self._hub = router.hub
         self._config = router.hub.config
         self._engine = router.engine
@@ -66,6 +67,7 @@ class Inbound:
         config = self._config
         limits = Limits(config.eager_bytes, config.max_message_bytes, config.max_rpc_bytes)
         self._link = link
+        self._backlogged = False
         self._recv = link.recv_into
         self._drained = link.drained_on_short_read
         self._parser = Parser(limits.payloads())
@@ -101,9 +103,10 @@ class Inbound:
         """Read what is there, up to a turn. Raises ProtocolError."""
         parser = self._parser
         budget = TURN_BYTES
-        if parser.buffered:
+        if self._backlogged:
+            self._backlogged = False
             self._parse()
-        while self._link is not None and not parser.buffered:
+        while self._link is not None and not self._backlogged:
             target = parser.target()
             try:
                 got = self._recv(target)
@@ -116,26 +119,29 @@ class Inbound:
                 self._router.ended(parser.at_boundary())
                 return
             self.heard = True
-            more = not self._drained or got == len(target)
             parser.received(got)
-            self._parse()
+            if not parser.pending:
+                self._parse()
+            if got < len(target) and self._drained:
+                return
             budget -= got
-            if not more or budget <= 0:
+            if budget <= 0:
                 return
 
     def _parse(self) -> None:
+        """Handle the frames that are here, until the leader has what it waits for."""
         parser = self._parser
-        if parser.pending:
-            return
         if self._then is not None:
             then, self._then, self._landing = self._then, None, None
             then()
         engine = self._engine
+        leader: Any = engine.leader
         handlers = self._handlers
         while self._link is not None:
-            leader: Any = engine.leader
-            if leader is not None and leader.finished and parser.buffered:
-                engine.backlog.append(self._router)  # the leader has what it waits for: the rest can wait
+            if leader is not None and leader.finished:
+                if parser.buffered:  # the rest can wait: the next waiter, or the background thread, goes on with it
+                    self._backlogged = True
+                    engine.backlog.append(self._router)
                 return
             header = parser.next_header()
             if header is None:
@@ -181,9 +187,21 @@ class Inbound:
 
     def _on_eager(self, header: Header) -> None:
         _, _, flags, group, tag, _, nbytes, _ = header
-        self._credit.arrived(nbytes + OVERHEAD)
         self.bytes += nbytes
-        receive = self._hub.take_receive(self._router.index, group, tag, flags)
+        receive = self._matcher.take_posted(group, self._index, tag)
+        if receive is not None:
+            view = receive.view
+            if view is not None and view.nbytes == nbytes and not flags and not receive.wants_object:
+                if self._parser.into(view):  # the common case, with as few steps as possible
+                    if self._credit.passed((group, tag), nbytes + OVERHEAD):
+                        self._pay()
+                    receive.arrived(self._index, tag, nbytes)
+                    return
+                self._credit.arrived(nbytes + OVERHEAD)
+                self._land(receive, group, tag, nbytes)
+                return
+            receive = self._hub.fitting(receive, self._index, group, tag, flags)
+        self._credit.arrived(nbytes + OVERHEAD)
         if receive is None:
             view = fresh(nbytes)
             if self._parser.into(view):
@@ -197,9 +215,13 @@ class Inbound:
             self._consumed(group, tag, nbytes)
             receive.arrived(self._router.index, tag, nbytes)
         else:
-            self._landing = landing = Landing(self, receive, nbytes, group, tag, 0)
-            receive.matched(landing)
-            self._then = functools.partial(self._eager_landed, landing)
+            self._land(receive, group, tag, nbytes)
+
+    def _land(self, receive: Receive, group: int, tag: int, nbytes: int) -> None:
+        """The rest of an eager message is still to come."""
+        self._landing = landing = Landing(self, receive, nbytes, group, tag, 0)
+        receive.matched(landing)
+        self._then = functools.partial(self._eager_landed, landing)
 
     def _eager_landed(self, landing: Landing) -> None:
         self._consumed(landing.group, landing.tag, landing.nbytes)
@@ -218,8 +240,11 @@ class Inbound:
     def _consumed(self, group: int, tag: int, nbytes: int) -> None:
         """An eager message is where it belongs: its credit goes back, in batches."""
         if self._link is not None and self._credit.consumed((group, tag), nbytes + OVERHEAD):
-            for payload in self._credit.pay():
-                self._router.outbound.payload(Kind.CREDIT, payload)
+            self._pay()
+
+    def _pay(self) -> None:
+        for payload in self._credit.pay():
+            self._router.outbound.payload(Kind.CREDIT, payload)
 
     # ------------------------------------------------------------------ messages that waited
 

@@ -27,6 +27,7 @@ class Loopback:
         self.peer = peer
         self.index = index
         self.gone = ""
+        self.link = None
         self.outbound = self
         self.inbound = self
         self._kept = 0

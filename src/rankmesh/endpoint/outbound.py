@@ -1,7 +1,12 @@
 """The sending half of a conversation. All methods need the engine's lock; `send` takes it itself.
 
-Order of a lane is the order of the stream: a message is put on the wire, eagerly or as an announcement, in the order
-of the calls. Once a send has to wait (for a connection, or for room to announce), later ones wait behind it.
+Order of a lane is the order of the stream: a message is put on the wire, eagerly or as an announcement, in the order of
+the calls. A send may have to wait in one of two places, and later ones of the same lane wait behind it:
+
+- in its lane, when the lane's credit is spent: until the receiver has taken some of what it has. Other lanes go on.
+- for the peer, when there is no connection yet, or no room to announce.
+
+A small message whose lane has credit while the peer as a whole has none is announced: it costs the receiver nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import BusyError, ProtocolError, UsageError
 from rankmesh.wire.credit import OVERHEAD, CreditOut
+from rankmesh.wire.credit import Lane as CreditLane
 from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Flag, Kind, pack
 from rankmesh.wire.messages import Control, Identity, encode
 
@@ -43,6 +49,7 @@ class Outbound:
         self._link: Link | None = None
         self._queue = OutQueue()
         self._waiting: deque[Send] = deque()
+        self._stalled: dict[CreditLane, deque[Send]] = {}
         self._announced: dict[int, Send] = {}
         self._last_ident = 0
         self._blocked = False
@@ -71,7 +78,7 @@ class Outbound:
     @property
     def idle(self) -> bool:
         """Everything that was started has left this process."""
-        return not (self._queue or self._waiting or self._announced)
+        return not (self._queue or self._waiting or self._stalled or self._announced)
 
     @property
     def blocked(self) -> bool:
@@ -100,6 +107,7 @@ class Outbound:
                 and not self._queue
                 and not self._waiting
                 and not self.paused
+                and (not self._stalled or (group, tag) not in self._stalled)
                 and self._credit.take((group, tag), nbytes + OVERHEAD)
             ):
                 return self._send_now(group, tag, flags, parts, nbytes, timeout)
@@ -141,22 +149,19 @@ class Outbound:
         if self._router.gone:
             raise self._router.lost_error(send.op, send.tag)
         self._check_size(send)
-        if self.bookkeeping >= self._config.send_queue_bytes:
+        waiting = len(self._waiting) + len(self._announced) + sum(map(len, self._stalled.values()))
+        if waiting * SEND_COST >= self._config.send_queue_bytes:
             raise BusyError(
-                f"{len(self._waiting) + len(self._announced)} sends to {self._router.peer} wait already, as many as "
+                f"{waiting} sends to {self._router.peer} wait already, as many as "
                 f"Config.send_queue_bytes ({self._config.send_queue_bytes}) allows."
             )
         if self._link is None:
             self._waiting.append(send)
             self._router.hub.want_link(self._router)
-        elif self._waiting or self.paused or not self._frame(send):
+        elif self._waiting or self.paused or not self._submit(send):
             self._waiting.append(send)
         else:
             self.flush()
-
-    @property
-    def bookkeeping(self) -> int:
-        return (len(self._waiting) + len(self._announced)) * SEND_COST
 
     def _check_size(self, send: Send) -> None:
         """Refuse what the other side would refuse, before a byte is sent."""
@@ -169,6 +174,20 @@ class Outbound:
                 f"{send.nbytes} bytes for {self._router.peer} exceed the limit of {limit}. "
                 f"Send less at once, or raise Config.{'max_rpc_bytes' if rpc else 'max_message_bytes'} on both sides."
             )
+
+    def _submit(self, send: Send) -> bool:
+        """Frame a send, or put it into its lane's queue. False: there is no room to announce it."""
+        lane = (send.group, send.tag or 0)
+        if not send.flags & RPC and (lane in self._stalled or self._lane_full(send)):
+            send.state = SendState.STALLED
+            self._stalled.setdefault(lane, deque()).append(send)
+            return True
+        return self._frame(send)
+
+    def _lane_full(self, send: Send) -> bool:
+        """A small message waits for its lane's credit; a large one needs none."""
+        lane = (send.group, send.tag or 0)
+        return send.nbytes <= self._eager_limit and self._credit.lane_full(lane, send.nbytes + OVERHEAD)
 
     def _frame(self, send: Send) -> bool:
         """Frame a send as eager or as an announcement. False: neither is possible now."""
@@ -201,15 +220,21 @@ class Outbound:
             except UsageError as error:  # the other side allows less than we do
                 self._waiting.popleft().fail(error)
                 continue
-            if not self._frame(send):
+            if not self._submit(send):
                 break
             self._waiting.popleft()
+        self._release_lanes()
         self.flush()
 
     def withdraw(self, send: Send) -> None:
         """A send is given up: from now on its buffers are not read."""
         if send.state is SendState.WAITING:
             self._waiting.remove(send)
+        elif send.state is SendState.STALLED:
+            lane = (send.group, send.tag or 0)
+            self._stalled[lane].remove(send)
+            self._release_lanes()  # what waited behind it may be smaller
+            self.flush()
         elif send.state is SendState.EAGER:
             if self._queue.withdraw(send) and not send.flags & RPC:
                 self._credit.give_back((send.group, send.tag or 0), send.nbytes + OVERHEAD)
@@ -232,8 +257,10 @@ class Outbound:
     def abandon(self) -> list[Send]:
         """Forget every send and return them: the peer is gone."""
         owners = [owner for owner in self._queue.owners() if isinstance(owner, Send)]
-        sends = {*self._waiting, *self._announced.values(), *owners}
+        stalled = [send for lane in self._stalled.values() for send in lane]
+        sends = {*self._waiting, *stalled, *self._announced.values(), *owners}
         self._waiting.clear()
+        self._stalled.clear()
         self._announced.clear()
         self._queue.clear()
         return [send for send in sends if not send.finished]
@@ -242,8 +269,16 @@ class Outbound:
 
     def on_credit(self, payload: memoryview) -> None:
         self._credit.returned(payload)
-        if self._waiting:
-            self.advance()
+        self._release_lanes()
+        self.flush()
+
+    def _release_lanes(self) -> None:
+        """Let go what the stalled lanes have credit for again, each in order."""
+        for lane, queue in list(self._stalled.items()):
+            while queue and not self._lane_full(queue[0]) and self._frame(queue[0]):
+                queue.popleft()
+            if not queue:
+                del self._stalled[lane]
 
     def on_grant(self, ident: int) -> None:
         send = self._announced.get(ident)

@@ -38,12 +38,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
-from rankmesh.errors import ClosedError
-
-if TYPE_CHECKING:
-    from rankmesh.endpoint.work import Parker
+from rankmesh.endpoint.waiting import ForkedLock, Spin, Waited, Waker
 
 logger = logging.getLogger("rankmesh")
 
@@ -54,29 +51,10 @@ NAP: Final = 0.001
 STEP_ASIDE: Final = 20e-6
 #: A poll that took this long was kept from the GIL by other threads: polling only disturbs them.
 SLOW_POLL: Final = 0.002
+#: Events taken from one poll; the rest is there at the next. (The default allocates room for 1,023.)
+EVENTS: Final = 64
 
 Handler = Callable[[int], None]
-
-
-class Waited(Protocol):
-    """What a thread waits for."""
-
-    @property
-    def finished(self) -> bool: ...
-
-    parker: Parker | None
-
-
-class Until:
-    """Waits for a condition, looked at whenever something happened."""
-
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self._condition = condition
-        self.parker: Parker | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self._condition()
 
 
 class Backlogged(Protocol):
@@ -98,71 +76,6 @@ class Timer:
         self.callback = None
 
 
-class Spin:
-    """Decides whether polling pays off. A wait that polling did not satisfy makes the next ones skip it: 1, 2, 4 …
-    up to MOST waits; one that it did satisfy forgives all. So a core is not burnt where the other side cannot run,
-    and polling comes back by itself when traffic does."""
-
-    MOST: Final = 32
-
-    __slots__ = ("_misses", "_skip", "seconds")
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._misses = 0
-        self._skip = 0
-
-    def worthwhile(self) -> bool:
-        if self._skip:
-            self._skip -= 1
-            return False
-        return self.seconds > 0
-
-    def hit(self) -> None:
-        self._misses = 0
-
-    def miss(self) -> None:
-        self._misses = min(2 * self._misses or 1, self.MOST)
-        self._skip = self._misses
-
-
-class _Waker:
-    """Stands in for a sleeping leader's lock: releasing it ends the leader's epoll."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def release(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def locked(self) -> bool:
-        return True
-
-    def clear(self, _mask: int) -> None:
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:  # another leader cleared it first
-            pass
-
-
-class _ForkedLock:
-    """Takes the lock's place in a forked child: every use of the object there ends here."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        raise ClosedError(
-            "this object belongs to the parent process and cannot be used after fork(). Make a new one in the child."
-        )
-
-    def release(self) -> None:
-        """Nothing is held."""
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is held."""
-
-
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -170,7 +83,7 @@ class Engine:
     """See the module's text. Methods need the lock unless they say otherwise."""
 
     def __init__(self, name: str, spin: float) -> None:
-        self.lock: threading.Lock | _ForkedLock = threading.Lock()
+        self.lock: threading.Lock | ForkedLock = threading.Lock()
         self.contenders: deque[None] = deque()
         #: The Work whose waiter leads; None if nobody does; the engine's own marker if the background thread does.
         self.leader: object | None = None
@@ -186,7 +99,7 @@ class Engine:
         self._deferred: deque[Callable[[], None]] = deque()
         self._followers: dict[Waited, threading.Lock] = {}
         self._spin = Spin(spin)
-        self._waker = _Waker()
+        self._waker = Waker()
         self._drives = 0
         self._nap_lock = threading.Lock()
         self._nap_lock.acquire()
@@ -269,45 +182,59 @@ class Engine:
 
     def drive(self, work: Waited, deadline: float) -> None:
         """Return when `work` is done or the deadline has passed."""
-        if self.leader is not None and self.leader is not self._background_marker:
+        leader = self.leader
+        if leader is not None and leader is not self._background_marker:
             self._follow(work, deadline)
-        else:
-            self._lead(work, deadline)
-
-    def _lead(self, work: Waited, deadline: float) -> None:
+            return
         self.leader = work
         try:
             if self.backlog:
                 self._work_off_backlog()
-            if not work.finished and not (self._spin.worthwhile() and self._poll_for(work)):
-                self._block(work, deadline)
+            if not work.finished:
+                spin = self._spin
+                if spin.skip:
+                    spin.skip -= 1
+                    self._block(work, deadline)
+                elif not (spin.seconds and self._poll_for(work)):
+                    self._block(work, deadline)
         finally:
             if self.leader is work:
-                self._resign()
+                self.leader = None
+                self._drives += 1
+                if self._followers or self._parked:
+                    self._hand_over()
 
-    def _resign(self) -> None:
-        self.leader = None
-        self._drives += 1
-        if self._followers:
-            self._promote()
-        elif self._parked:
+    def _hand_over(self) -> None:
+        """The lead is free: a follower takes it, or the background thread looks for it again."""
+        if not self._followers:
             self.wake_background(urgent=False)
+            return
+        for work, parker in self._followers.items():
+            if not work.finished:
+                if parker.locked():
+                    parker.release()
+                return
 
     def _poll_for(self, work: Waited) -> bool:
         """Poll until `work` is done. False: it was in vain."""
-        poll = self._poll
-        end = perf_counter() + self._spin.seconds
+        poll, handlers, spin = self._poll, self._handlers, self._spin
+        end = 0.0
         while True:
-            events = poll(0)
+            events = poll(0, EVENTS)
             if events:
-                self._dispatch(events)
+                for fd, mask in events:
+                    handler = handlers.get(fd)
+                    if handler is not None:
+                        handler(mask)
                 if work.finished:
-                    self._spin.hit()
+                    spin.misses = 0
                     return True
-                end = perf_counter() + self._spin.seconds
+                end = 0.0
             now = perf_counter()
-            if now >= end:
-                self._spin.miss()
+            if not end:
+                end = now + spin.seconds
+            elif now >= end:
+                spin.miss()
                 return False
             if self.contenders:
                 return False
@@ -326,7 +253,7 @@ class Engine:
             work.parker = self._waker
             self.lock.release()
             try:
-                events = self._poll(_poll_timeout(min(deadline, self._next_timer) - now))
+                events = self._poll(_poll_timeout(min(deadline, self._next_timer) - now), EVENTS)
             finally:
                 self.acquire()
                 work.parker = None
@@ -334,7 +261,8 @@ class Engine:
 
     def _step_out(self, work: Waited, deadline: float) -> None:
         """Run users' callbacks without leading: one that waits itself must find the lead free."""
-        self._resign()
+        self.leader = None
+        self._hand_over()
         self.lock.release()
         try:
             self._run_deferred()
@@ -366,14 +294,7 @@ class Engine:
             del self._followers[work]
             work.parker = None
         if not work.finished:
-            self._lead(work, deadline)
-
-    def _promote(self) -> None:
-        for work, parker in self._followers.items():
-            if not work.finished:
-                if parker.locked():
-                    parker.release()
-                return
+            self.drive(work, deadline)
 
     # ------------------------------------------------------------------ what a leader does
 
@@ -382,7 +303,7 @@ class Engine:
         if self.leader is None or self.leader is self._background_marker:
             if self.backlog:
                 self._work_off_backlog()
-            self._dispatch(self._poll(0))
+            self._dispatch(self._poll(0, EVENTS))
 
     def _dispatch(self, events: list[tuple[int, int]]) -> None:
         handlers = self._handlers
@@ -466,7 +387,7 @@ class Engine:
                     continue
                 self.lock.release()
                 try:
-                    events = self._poll(_poll_timeout(self._next_timer - now))
+                    events = self._poll(_poll_timeout(self._next_timer - now), EVENTS)
                 finally:
                     self.acquire()
                 if self.leader is marker:
@@ -482,7 +403,7 @@ class Engine:
             began = perf_counter()
             self.lock.release()
             try:
-                events = self._poll(0)
+                events = self._poll(0, EVENTS)
             finally:
                 self.acquire()
             if self.leader is not self._background_marker or self.closed:
@@ -522,7 +443,7 @@ class Engine:
 
     def forked(self) -> None:
         """In a forked child: give up our copies of the descriptors, and nothing else."""
-        self.lock = _ForkedLock()
+        self.lock = ForkedLock()
         self.closed = True
         self._epoll.close()
         for fd in list(self._handlers):

@@ -47,8 +47,6 @@ class Reply:
 class Request(Work[Reply]):
     """A request waiting for its reply."""
 
-    __slots__ = ("_router", "ident")
-
     def __init__(self, router: PeerRouter, op: str, ident: int, timeout: float) -> None:
         super().__init__(router.engine, op, router.peer, None, timeout)
         self._router = router

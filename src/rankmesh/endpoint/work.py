@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from rankmesh.endpoint.waiting import Parker
 from rankmesh.errors import CancelledError, DeadlineError, RankmeshError
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.progress import Engine
 
 T = TypeVar("T")
-
-
-class Parker(Protocol):
-    """What wakes a sleeping waiter."""
-
-    def release(self) -> None: ...
-    def locked(self) -> bool: ...
 
 
 class Work(Generic[T]):
@@ -30,33 +24,21 @@ class Work(Generic[T]):
     block the event loop; cancelling the awaiting task cancels the operation.
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_engine",
-        "_error",
-        "_value",
-        "began",
-        "finished",
-        "op",
-        "parker",
-        "peer",
-        "tag",
-        "timeout",
-    )
+    # Defaults on the class: an operation that ends at once never sets them, and setting attributes is what making one costs.
+    _callbacks: list[Callable[[Work[T]], object]] | None = None
+    _error: BaseException | None = None
+    _value: T | None = None
+    finished = False
+    parker: Parker | None = None
 
     def __init__(self, engine: Engine, op: str, peer: Any, tag: int | None, timeout: float) -> None:
         self._engine = engine
-        self._callbacks: list[Callable[[Work[T]], object]] | None = None
-        self._error: BaseException | None = None
-        self._value: T | None = None
         self.op = op
         #: What the operation waits for: anything with `known(now)` and a `str`, or None.
         self.peer = peer
         self.tag = tag
         self.timeout = timeout
         self.began = monotonic()
-        self.finished = False
-        self.parker: Parker | None = None
 
     # ------------------------------------------------------------------ for users
 

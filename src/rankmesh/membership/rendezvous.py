@@ -87,7 +87,7 @@ class Meeting:
         """The world of explicit arguments."""
         if size < 1 or not 0 <= rank < size:
             raise ConfigError(f"rank={rank} and size={size} do not fit: ranks are 0 … size-1. Correct one of them.")
-        address = Address.parse(url)
+        address = _numeric_loopback(Address.parse(url))
         if address.scheme != "inproc" and not address.port:
             raise ConfigError(
                 f"{url} has no port, so the other ranks cannot know it. Give all ranks the same address with a port."
@@ -107,7 +107,9 @@ class Meeting:
                 rendezvous_file(placement.run_id),
             )
         host, port = placement.master
-        stores = tuple(Address(scheme, host, port + i) for i in range(max(placement.candidates_ports, 1)))
+        stores = tuple(
+            _numeric_loopback(Address(scheme, host, port + i)) for i in range(max(placement.candidates_ports, 1))
+        )
         hosts = placement.rank == 0 and not placement.launcher_hosts
         return cls(placement.rank, placement.size, stores, hosts, placement.run_id)
 
@@ -135,6 +137,11 @@ def host_store(meeting: Meeting, config: Config) -> tuple[StoreServer, Meeting, 
             json.dump({"address": server.address, "token": config.token}, out)
         fresh.replace(meeting.file)
         return server, replace(meeting, stores=(Address.parse(server.address),)), config
+    if not config.token and not all(address.is_loopback for address in meeting.stores):
+        raise ConfigError(
+            f"A world that meets at {meeting.stores[0]}, which others can reach, needs a cluster token. "
+            "Set RANKMESH_TOKEN or Config(token=…) to the same secret on all ranks."
+        )
     problem: ConfigError | None = None
     for address in meeting.stores:
         for candidate in (address, _everywhere(address)):
@@ -149,9 +156,14 @@ def host_store(meeting: Meeting, config: Config) -> tuple[StoreServer, Meeting, 
     ) from problem
 
 
+def _numeric_loopback(address: Address) -> Address:
+    """MASTER_ADDR=localhost means this host alone, for which no token is needed; other names may mean any host."""
+    return replace(address, host="127.0.0.1") if address.ip is None and is_loopback(address.host) else address
+
+
 def _everywhere(address: Address) -> Address:
     """Behind a service name or NAT, the address everybody uses is not one of this host's: listen on all of them."""
-    if address.scheme == "inproc" or address.is_loopback or is_loopback(address.host):
+    if address.is_loopback:
         return address
     family_any = "::" if address.ip is not None and address.ip.version == 6 else "0.0.0.0"
     return replace(address, host=family_any)

@@ -23,6 +23,8 @@ from rankmesh.errors import DeadlineError, RankmeshError, RemoteError
 SERVICE: Final = 1
 #: Keys and values held at most: a world of 10,000 ranks needs about 3 MiB.
 STORE_BYTES: Final = 64 * MIB
+#: A read that waits is answered after this many seconds at the latest.
+LONGEST_WAIT: Final = 24 * 3600.0
 #: A read's reply travels a little longer than the wait it reports on.
 GRACE: Final = 2.0
 
@@ -109,7 +111,7 @@ class StoreServer:
     def _handle(self, router: PeerRouter, ident: int, payload: memoryview) -> None:
         try:
             ask: Ask = _asks.decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             _answer(router, ident, f"the request cannot be read: {error}", failed=True)
             return
         match ask:
@@ -139,8 +141,10 @@ class StoreServer:
         except ValueError:
             _answer(router, ident, f"{key!r} is not a counter", failed=True)
             return
-        self._put(key, b"%d" % value)
-        _answer(router, ident, value)
+        if self._put(key, b"%d" % value):
+            _answer(router, ident, value)
+        else:
+            _answer(router, ident, f"the store is full ({STORE_BYTES} bytes)", failed=True)
 
     def _put(self, key: str, value: bytes) -> bool:
         old = self._values.get(key)
@@ -158,12 +162,12 @@ class StoreServer:
     def _get(self, router: PeerRouter, ident: int, ask: Get) -> None:
         waiter = _Waiter(router, ident, ask)
         waiter.missing = {key for key in ask.keys if key not in self._values}
-        if not waiter.missing or ask.timeout <= 0:
+        if not waiter.missing or not ask.timeout > 0:  # nan is not either
             self._serve(waiter)
             return
         for key in waiter.missing:
             self._waiters.setdefault(key, set()).add(waiter)
-        waiter.timer = router.engine.call_at(monotonic() + ask.timeout, lambda: self._expire(waiter))
+        waiter.timer = router.engine.call_at(monotonic() + min(ask.timeout, LONGEST_WAIT), lambda: self._expire(waiter))
 
     def _expire(self, waiter: _Waiter) -> None:
         for key in waiter.missing:

@@ -3,8 +3,9 @@
 Rules, the same on both sides:
 
 - An eager message costs its payload plus OVERHEAD (so that empty messages are bounded too).
-- A lane is one (group, tag). A sender may have `lane_limit` outstanding in one lane and `peer_limit` in all; a message
-  that would exceed either is announced instead, which costs no credit and waits for its receive.
+- A lane is one (group, tag). A sender may have `lane_limit` outstanding in one lane and `peer_limit` in all. A message
+  that would exceed the first waits in its lane at the sender; one that would exceed only the second is announced
+  instead, which costs no credit, and waits for its receive.
 - The receiver owes the cost back once the message has left its unexpected queue (at once if a receive was posted).
   It pays in batches: when a quarter of either limit is owed, everything owed goes out in one CREDIT frame. So a
   sender that is out of credit, and whose messages have all been received, always gets some back.
@@ -49,6 +50,10 @@ class CreditOut:
         self.used = used
         return True
 
+    def lane_full(self, lane: Lane, cost: int) -> bool:
+        """The lane itself has no room for `cost`, whatever the peer as a whole has."""
+        return self.lanes.get(lane, 0) + cost > self.lane_limit
+
     def returned(self, payload: memoryview) -> None:
         """Account for a CREDIT frame. Raises ProtocolError when more comes back than was spent."""
         if payload.nbytes % _ENTRY.size:
@@ -91,6 +96,17 @@ class CreditIn:
             raise ProtocolError(
                 f"{self.outstanding} unreceived bytes exceed the credit of {self.limit}", reason="credit exceeded"
             )
+
+    def passed(self, lane: Lane, cost: int) -> bool:
+        """A message came in and went straight into its receive: `arrived` and `consumed` in one. True: it is time to
+        pay."""
+        self.outstanding += cost
+        owed = self.owed.get(lane, 0) + cost
+        self.owed[lane] = owed
+        self.total_owed += cost
+        if self.outstanding > self.limit:
+            self.arrived(0)
+        return owed >= self._lane_due or self.total_owed >= self._peer_due
 
     def consumed(self, lane: Lane, cost: int) -> bool:
         """The message left the queue. True: it is time to pay."""

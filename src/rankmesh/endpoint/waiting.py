@@ -1,0 +1,98 @@
+"""What threads wait on, and how long they poll before they sleep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from rankmesh.errors import ClosedError
+
+
+class Parker(Protocol):
+    """What wakes a sleeping waiter."""
+
+    def release(self) -> None: ...
+    def locked(self) -> bool: ...
+
+
+class Waited(Protocol):
+    """What a thread waits for."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    parker: Parker | None
+
+
+class Until:
+    """Waits for a condition, looked at whenever something happened."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+        self.parker: Parker | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._condition()
+
+
+class Spin:
+    """Decides whether polling pays off. A wait that polling did not satisfy makes the next ones skip it: 1, 2, 4 … up
+    to MOST waits; one that it did satisfy forgives all. So a core is not burnt where the other side cannot run, and
+    polling comes back by itself when traffic does. The engine reads and writes the fields itself: this is its hot path.
+    """
+
+    MOST: Final = 32
+
+    __slots__ = ("misses", "seconds", "skip")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.misses = 0
+        #: How many waits go without polling from now on.
+        self.skip = 0
+
+    def worthwhile(self) -> bool:
+        if self.skip:
+            self.skip -= 1
+            return False
+        return self.seconds > 0
+
+    def hit(self) -> None:
+        self.misses = 0
+
+    def miss(self) -> None:
+        self.misses = min(2 * self.misses or 1, self.MOST)
+        self.skip = self.misses
+
+
+class Waker:
+    """Stands in for a sleeping leader's lock: releasing it ends the leader's epoll."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def release(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def locked(self) -> bool:
+        return True
+
+    def clear(self, _mask: int) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:  # another leader cleared it first
+            pass
+
+
+class ForkedLock:
+    """Takes the lock's place in a forked child: every use of the object there ends here."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        raise ClosedError(
+            "this object belongs to the parent process and cannot be used after fork(). Make a new one in the child."
+        )
+
+    def release(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,289 @@
+"""How connections come about: late listeners, dead ones, two at once, and what an error says."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from time import monotonic
+
+import pytest
+
+from peers import BRIEFLY, SOON, Call, Medium, Pair, blank, open_pair, pattern, router_of
+from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, PeerLost
+from rankmesh.testing.world import free_port
+from timing import scaled, wait_until
+
+
+def test_listener_may_be_late(tcp: Medium) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with Endpoint(tcp.address, name="early") as early:
+        connecting = Call(early.connect, address, timeout=SOON)
+        wait_until(lambda: early._connector._dials, 5, "the attempt")
+        with Endpoint(address, name="late") as late:
+            peer = connecting.result()
+            assert peer.name == "late"
+            peer.send(b"x")
+            assert late.recv(bytearray(1), timeout=SOON).source.name == "early"
+
+
+def test_dead_address_is_named_with_the_reason(tcp: Medium) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with Endpoint(tcp.address) as endpoint:
+        began = monotonic()
+        with pytest.raises(ConnectError) as caught:
+            endpoint.connect(address, timeout=5 * BRIEFLY)
+        assert 5 * BRIEFLY <= monotonic() - began < SOON
+        assert caught.value.address == address
+        assert caught.value.reason == "Connection refused"
+        for part in (address, "Connection refused", "rankmesh doctor"):
+            assert part in str(caught.value)
+        assert endpoint.peers == []
+        assert endpoint.hub.routers == {}, "a peer that never came is kept"
+
+
+def test_address_that_never_answers(tcp: Medium) -> None:
+    """It accepts, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, Endpoint(tcp.address) as endpoint:
+        with pytest.raises(ConnectError) as caught:
+            endpoint.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=5 * BRIEFLY)
+        assert "within" in caught.value.reason or "handshake" in caught.value.reason
+
+
+def test_unknown_name(tcp: Medium) -> None:
+    with Endpoint(tcp.address, token="secret") as endpoint:
+        with pytest.raises(ConnectError) as caught:
+            endpoint.connect("tcp://no-such-host.invalid:7000", timeout=5 * BRIEFLY)
+        assert "no-such-host.invalid" in str(caught.value)
+
+
+def test_info_of_an_endpoint_is_an_address(medium: Medium) -> None:
+    with Endpoint(medium.address, name="right", config=medium.config) as right:
+        with Endpoint(None, name="left", config=medium.config) as left:
+            info = right.info()
+            assert info["addresses"] == [right.address]
+            assert left.address == ""
+            peer = left.connect(info, timeout=SOON)
+            assert (peer.name, peer.uid) == ("right", right.uid)
+            assert right.accept(timeout=SOON).name == "left"
+
+
+def test_endpoint_that_does_not_listen_cannot_be_connected_to(inproc: Medium) -> None:
+    with Endpoint(None, name="deaf") as deaf, Endpoint(inproc.address) as endpoint:
+        with pytest.raises(ConfigError, match="no address to connect to"):
+            endpoint.connect(deaf.info())
+
+
+def test_connecting_twice_gives_the_same_peer(medium: Medium) -> None:
+    with open_pair(medium) as pair:
+        began = monotonic()
+        assert pair.left.connect(pair.right.address, timeout=SOON) is pair.there
+        assert pair.right.connect(pair.left.address, timeout=SOON) is pair.back
+        assert monotonic() - began < scaled(4), "it waited for something that cannot come"
+        assert len(pair.left.hub.routers) == len(pair.right.hub.routers) == 1
+        pair.there.send(b"x")
+        pair.back.recv(bytearray(1), timeout=SOON)
+
+
+def test_many_threads_may_connect_to_one_address(medium: Medium) -> None:
+    with Endpoint(medium.address, config=medium.config) as right, Endpoint(medium.address, config=medium.config) as left:
+        calls = [Call(left.connect, right.address, timeout=SOON) for _ in range(8)]
+        peers = {call.result() for call in calls}
+        assert len(peers) == 1
+        assert left.peers == list(peers)
+        assert len(right.peers) == len(right.hub.routers) == len(left.hub.routers) == 1
+
+
+def test_attempt_at_a_dead_address_keeps_nobody_out(tcp: Medium) -> None:
+    """While an endpoint tries in vain to reach somebody, others reach it at once."""
+    with Endpoint(tcp.address, name="trying") as trying, Endpoint(tcp.address) as other:
+        attempt = Call(trying.connect, f"tcp://127.0.0.1:{free_port()}", timeout=SOON)
+        wait_until(lambda: trying._connector._dials, 5, "the attempt")
+        assert other.connect(trying.address, timeout=scaled(3)).name == "trying"
+        assert attempt.running
+        trying.abort()
+        with pytest.raises(ClosedError):
+            attempt.result()
+
+
+@pytest.mark.parametrize("way", ["close", "abort"])
+def test_closing_ends_attempts_and_accepts_under_way(tcp: Medium, way: str) -> None:
+    endpoint = Endpoint(tcp.address)
+    attempt = Call(endpoint.connect, f"tcp://127.0.0.1:{free_port()}", timeout=SOON)
+    accepting = Call(endpoint.accept, timeout=SOON)
+    wait_until(lambda: endpoint._connector._dials and endpoint._accepts, 5, "both")
+    getattr(endpoint, way)()
+    for call in (attempt, accepting):
+        with pytest.raises(ClosedError):
+            call.result(scaled(5))
+
+
+def test_accept_that_nobody_answers(inproc: Medium) -> None:
+    with Endpoint(inproc.address) as endpoint:
+        with pytest.raises(DeadlineError) as caught:
+            endpoint.accept(timeout=BRIEFLY)
+        assert caught.value.op == "accept"
+        with Endpoint(inproc.address, name="late") as late:
+            late.connect(endpoint.address, timeout=SOON)
+            assert endpoint.accept(timeout=SOON).name == "late", "an accept that had given up took the peer"
+
+
+def test_wrong_token_is_told_at_once(tcp: Medium) -> None:
+    with Endpoint(tcp.address, token="one") as right, Endpoint(tcp.address, token="another") as left:
+        began = monotonic()
+        with pytest.raises(ConnectError) as caught:
+            left.connect(right.address, timeout=SOON)
+        assert monotonic() - began < SOON / 2, "trying again cannot mend a wrong token"
+        assert caught.value.reason == "wrong or missing token"
+        assert "RANKMESH_TOKEN" in str(caught.value)
+        assert right.peers == []
+
+
+def test_token_is_required_off_loopback() -> None:
+    with pytest.raises(ConfigError, match="RANKMESH_TOKEN"):
+        Endpoint("tcp://0.0.0.0:0", advertise="tcp://10.0.0.1:0")
+    with Endpoint(None) as endpoint, pytest.raises(ConfigError, match="RANKMESH_TOKEN"):
+        endpoint.connect("tcp://10.255.255.1:7000")
+
+
+def test_address_in_use_is_told(tcp: Medium) -> None:
+    with Endpoint(tcp.address) as endpoint, pytest.raises(ConfigError, match="in use"):
+        Endpoint(endpoint.address)
+
+
+def test_wildcard_address_is_never_handed_out() -> None:
+    """FEATURES: DLSlime hands out 0.0.0.0 as the address to connect to."""
+    with pytest.raises(ConfigError, match="advertise"):
+        Endpoint("tcp://0.0.0.0:0", token="secret")
+    with Endpoint("tcp://0.0.0.0:0", token="secret", advertise="tcp://127.0.0.1:0") as endpoint:
+        assert endpoint.address.startswith("tcp://127.0.0.1:")
+        assert not endpoint.address.endswith(":0")
+        with Endpoint(None, token="secret") as other:
+            assert other.connect(endpoint.address, timeout=SOON).name == endpoint.name
+
+
+def test_endpoint_does_not_connect_to_itself(medium: Medium) -> None:
+    with Endpoint(medium.address, config=medium.config) as endpoint, pytest.raises(ConnectError, match="itself"):
+        endpoint.connect(endpoint.address, timeout=SOON)
+
+
+class TestSimultaneous:
+    """Both sides connect to each other at once."""
+
+    ROUNDS = 200
+
+    def test_one_connection_comes_of_it_and_every_message_arrives(self, inproc: Medium) -> None:
+        for _ in range(self.ROUNDS):
+            self.meet(inproc)
+
+    def test_over_tcp(self, tcp: Medium) -> None:
+        for _ in range(self.ROUNDS // 4):
+            self.meet(tcp)
+
+    def meet(self, medium: Medium) -> None:
+        with Endpoint(medium.address, name="one") as one, Endpoint(medium.address, name="two") as two:
+            start = threading.Barrier(2)
+
+            def run(here: Endpoint, there: Endpoint) -> bytes:
+                start.wait(SOON)
+                peer = here.connect(there.address, timeout=SOON)
+                peer.send(here.name.encode(), tag=1)
+                out = bytearray(3)
+                peer.recv(out, tag=1, timeout=SOON)
+                return bytes(out)
+
+            other = Call(run, two, one)
+            assert run(one, two) == b"two"
+            assert other.result() == b"one"
+            assert len(one.peers) == len(two.peers) == len(one.hub.routers) == len(two.hub.routers) == 1
+            link, far = router_of(one.peers[0]).link, router_of(two.peers[0]).link
+            assert link is not None
+            assert far is not None
+            assert {link.local, link.remote} == {far.local, far.remote}, "the sides kept different connections"
+
+
+def test_closing_tells_the_peer(pair: Pair) -> None:
+    waiting = Call(pair.back.recv, bytearray(1), timeout=SOON)
+    wait_until(lambda: pair.right.hub.matcher.posted(), 5)
+    pair.left.close()
+    with pytest.raises(PeerLost) as caught:
+        waiting.result()
+    assert caught.value.reason == "it closed its endpoint"
+    assert "left" in caught.value.peer
+    with pytest.raises(PeerLost):
+        pair.back.send(b"x")
+    assert pair.right.peers == []
+
+
+def test_close_lets_what_was_sent_arrive(medium: Medium) -> None:
+    with Endpoint(medium.address, name="right", config=medium.config) as right:
+        with Endpoint(medium.address, name="left", config=medium.config) as left:
+            peer = left.connect(right.address, timeout=SOON)
+            sends = [peer.isend(pattern(200_000, at), tag=at) for at in range(10)]
+            back = right.accept(timeout=SOON)
+            outs = [blank(200_000) for _ in sends]
+            receives = [back.irecv(out, tag=at) for at, out in enumerate(outs)]
+        for at, receive in enumerate(receives):
+            receive.wait(SOON)
+            assert (outs[at] == pattern(200_000, at)).all()
+
+
+def test_close_says_what_could_not_be_sent(medium: Medium) -> None:
+    with open_pair(medium, close_timeout=BRIEFLY) as pair:
+        send = pair.there.isend(pattern(200_000), tag=1)
+        with pytest.raises(DeadlineError, match="right") as caught:
+            pair.left.close()
+        assert caught.value.op == "close"
+        with pytest.raises(ClosedError):
+            send.wait(SOON)
+        pair.left.close()  # again: nothing happens
+
+
+def test_closed_endpoint_says_so(medium: Medium) -> None:
+    with open_pair(medium) as pair:
+        pair.left.close()
+        out = bytearray(1)
+        for call in (
+            lambda: pair.there.send(b"x"),
+            lambda: pair.there.send(bytes(100_000)),
+            lambda: pair.there.isend(b"x"),
+            lambda: pair.there.recv(out),
+            lambda: pair.there.irecv(out),
+            lambda: pair.there.send_object(1),
+            lambda: pair.there.recv_object(),
+            lambda: pair.there.probe(),
+            lambda: pair.there.iprobe(),
+            lambda: pair.left.recv(out),
+            lambda: pair.left.connect(pair.right.address),
+            lambda: pair.left.accept(),
+            lambda: pair.there.barrier(),
+        ):
+            with pytest.raises(ClosedError, match="closed"):
+                call()
+        assert repr(pair.left) == "<Endpoint 'left': closed>"
+
+
+def test_error_inside_the_block_aborts(medium: Medium) -> None:
+    """The peer is not kept waiting for a goodbye."""
+    with Endpoint(medium.address, config=medium.config) as right:
+        with pytest.raises(ZeroDivisionError), Endpoint(medium.address, config=medium.config) as left:
+            left.connect(right.address, timeout=SOON)
+            peer = right.accept(timeout=SOON)
+            raise ZeroDivisionError
+        with pytest.raises(PeerLost) as caught:
+            peer.recv(bytearray(1), timeout=SOON)
+        assert "closed" in caught.value.reason
+
+
+def test_status_lines(tcp: Medium) -> None:
+    with open_pair(tcp) as pair:
+        assert repr(pair.left) == f"<Endpoint 'left' at {pair.left.address}: 1 peers>"
+        assert repr(pair.there).startswith("<Peer peer 'right' (host ")
+        assert repr(pair.there).endswith(": connected>")
+        pair.right.close()
+        wait_until(lambda: not pair.there.connected, 5)
+        assert "lost: it closed its endpoint" in repr(pair.there)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="no field colour"):
+        Endpoint("inproc://", config=Config(), colour="red")

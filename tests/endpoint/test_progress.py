@@ -1,0 +1,286 @@
+"""The progress engine: who drives, who sleeps, timers, callbacks, and the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Iterator
+from time import monotonic, process_time
+
+import pytest
+
+from peers import BRIEFLY, SOON, Call
+from rankmesh import ClosedError, DeadlineError, Work
+from rankmesh.endpoint.progress import Engine
+from rankmesh.endpoint.waiting import Spin
+from timing import scaled, wait_until
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine("test", 100e-6)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def new_work(engine: Engine, name: str = "wait", timeout: float = SOON) -> Work[int]:
+    return Work(engine, name, None, None, timeout)
+
+
+class Source:
+    """A descriptor that finishes Works when it is rung: what a connection is to the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+        self.drivers: list[str] = []
+        self.due: list[Work[int]] = []
+        with engine:
+            engine.watch(self._fd, select.EPOLLIN, self._ready)
+
+    def _ready(self, mask: int) -> None:
+        os.eventfd_read(self._fd)
+        self.drivers.append(threading.current_thread().name)
+        self.due.pop(0).finish(len(self.drivers))
+
+    def ring(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        with self._engine:
+            self._engine.unwatch(self._fd)
+        os.close(self._fd)
+
+
+@pytest.fixture
+def source(engine: Engine) -> Iterator[Source]:
+    source = Source(engine)
+    yield source
+    source.close()
+
+
+def test_waiter_drives(engine: Engine, source: Source) -> None:
+    """The thread that waits reads its own event; no other has to wake it."""
+    for _ in range(5):
+        work = new_work(engine)
+        source.due.append(work)
+        Call(source.ring)
+        work.result()
+    assert set(source.drivers) == {threading.current_thread().name}
+
+
+def test_background_thread_drives_when_nobody_waits(engine: Engine, source: Source) -> None:
+    work = new_work(engine)
+    source.due.append(work)
+    source.ring()
+    wait_until(work.done, 5)
+    assert source.drivers == ["rankmesh-test"]
+
+
+def test_background_thread_takes_over_after_waiters(engine: Engine, source: Source) -> None:
+    for _ in range(3):
+        waited, alone = new_work(engine), new_work(engine)
+        source.due += [waited, alone]
+        Call(source.ring)
+        waited.result()
+        source.ring()
+        wait_until(alone.done, 5)
+
+
+def test_followers_are_woken_and_led_on(engine: Engine, source: Source) -> None:
+    """Many wait; each event serves one of them, whoever drives; the lead is handed on until all are served."""
+    works = [new_work(engine, str(number)) for number in range(8)]
+    calls = [Call(work.result) for work in works]
+    wait_until(lambda: len(engine._followers) == 7, 5, "all to wait")
+    source.due += works
+    for work in works:
+        source.ring()
+        wait_until(work.done, 5)
+    assert [call.result() for call in calls] == list(range(1, 9))
+    assert engine._followers == {}
+
+
+def test_followers_keep_their_own_deadlines(engine: Engine) -> None:
+    leading = Call(new_work(engine, timeout=10 * BRIEFLY).wait)
+    wait_until(lambda: engine.leader is not None, 5)
+    began = monotonic()
+    with pytest.raises(DeadlineError):
+        new_work(engine).wait(timeout=BRIEFLY)
+    assert monotonic() - began < SOON / 2
+    with pytest.raises(DeadlineError):
+        leading.result()
+
+
+def test_many_callbacks_during_one_wait(engine: Engine) -> None:
+    """A thread that waits for long runs any number of other operations' callbacks meanwhile."""
+    long = new_work(engine, "long")
+    waiting = Call(long.result)
+    wait_until(lambda: engine.leader is long, 5)
+    ran = 0
+
+    def count(_: Work[int]) -> None:
+        nonlocal ran
+        ran += 1
+
+    for number in range(2000):
+        work = new_work(engine)
+        work.add_done_callback(count)
+        with engine:
+            work.finish(number)
+            engine.call_at(0.0, lambda: None)  # wakes the leader, which then finds the callback
+        if number % 50 == 0:
+            wait_until(lambda number=number: ran > number, 5)  # type: ignore[misc]
+    with engine:
+        long.finish(7)
+    assert waiting.result() == 7
+    wait_until(lambda: ran == 2000, 5)
+
+
+def test_timers_run_in_order_and_cancelled_ones_do_not(engine: Engine) -> None:
+    ran: list[int] = []
+    now = monotonic()
+    with engine:
+        timers = {
+            number: engine.call_at(now + delay, lambda number=number: ran.append(number))  # type: ignore[misc]
+            for number, delay in enumerate((0.06, 0.02, 0.04, 0.02))
+        }
+        timers[2].cancel()
+    wait_until(lambda: 0 in ran, 5)
+    assert ran == [1, 3, 0]
+
+
+def test_timers_run_while_somebody_waits(engine: Engine) -> None:
+    work = new_work(engine)
+    with engine:
+        engine.call_at(monotonic() + 0.02, lambda: work.finish(1))
+    assert work.result() == 1
+
+
+def test_call_soon_reaches_a_sleeping_leader(engine: Engine) -> None:
+    work = new_work(engine)
+    waiting = Call(work.result)
+    wait_until(lambda: engine.leader is work, 5)
+    engine.call_soon(lambda: work.finish(3))
+    assert waiting.result() == 3
+
+
+def test_deadline_without_time_looks_once(engine: Engine, source: Source) -> None:
+    with engine:  # so that the background thread does not
+        work = new_work(engine)
+        source.due.append(work)
+        source.ring()
+        for _ in range(40):  # whether it would poll or not
+            engine._spin.miss()
+        engine.drive(work, monotonic())
+        assert work.finished
+
+
+def test_stop_with_waiters_ends_cleanly() -> None:
+    """As an endpoint closes: what waits is failed, then the engine stops; no waiter may touch what is closed."""
+    for _ in range(50):
+        engine = Engine("stopping", 0.0)
+        engine.start()
+        works = [new_work(engine) for _ in range(4)]
+        calls = [Call(work.result) for work in works]
+        wait_until(lambda: engine.leader in works, 5)
+        with engine:
+            for work in works:
+                work.fail(ClosedError("the end"))
+        engine.stop()
+        for call in calls:
+            with pytest.raises(ClosedError, match="the end"):
+                call.result()
+
+
+def test_idle_engine_sleeps(engine: Engine) -> None:
+    """No timer, no event: almost no processor time."""
+    wait_until(lambda: engine.leader is not None, 5, "the background thread to lead")
+    began, used = monotonic(), process_time()
+    threading.Event().wait(0.5)
+    assert process_time() - used < 0.2 * (monotonic() - began)
+
+
+def test_long_wait_parks_the_background_thread(engine: Engine) -> None:
+    work = new_work(engine)
+    waiting = Call(work.result)
+    wait_until(lambda: engine._parked, 5, "the background thread to park")
+    with engine:
+        work.finish(1)
+    assert waiting.result() == 1
+
+
+def test_contended_lock_reaches_everyone(engine: Engine) -> None:
+    """One thread that calls without pause does not keep others out."""
+    stop = threading.Event()
+
+    def hog() -> None:
+        while not stop.is_set():
+            with engine:
+                pass
+
+    hogs = [Call(hog) for _ in range(2)]
+    try:
+        for _ in range(50):
+            with engine:
+                pass
+    finally:
+        stop.set()
+    for each in hogs:
+        each.result(scaled(10))
+
+
+def test_spin_backs_off_where_polling_is_in_vain_and_comes_back() -> None:
+    spin = Spin(1e-4)
+    skipped = []
+    for _ in range(8):
+        assert spin.worthwhile()
+        spin.miss()
+        count = 0
+        while not spin.worthwhile():
+            count += 1
+        skipped.append(count)
+        spin.skip = 0
+    assert skipped == [1, 2, 4, 8, 16, 32, 32, 32]
+    spin.hit()
+    spin.miss()
+    assert not spin.worthwhile()
+    assert spin.worthwhile(), "one success forgives all failures"
+    assert not Spin(0.0).worthwhile()
+
+
+def test_handler_of_a_gone_descriptor_is_not_called(engine: Engine) -> None:
+    """Unwatched between the poll and its turn."""
+    fds = [os.eventfd(1, os.EFD_NONBLOCK) for _ in range(2)]
+    called: list[int] = []
+
+    def handler(fd: int) -> None:
+        called.append(fd)
+        for other in fds:
+            engine.unwatch(other)
+
+    with engine:
+        for fd in fds:
+            engine.watch(fd, select.EPOLLIN, lambda _, fd=fd: handler(fd))  # type: ignore[misc]
+    wait_until(lambda: called, 5)
+    with engine:
+        assert len(called) == 1
+    for fd in fds:
+        os.close(fd)
+
+
+def test_callbacks_of_users_do_not_stop_the_background_thread(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def boom(_: Work[int]) -> None:
+        raise RuntimeError("user error")
+
+    with caplog.at_level(logging.CRITICAL, logger="rankmesh"):
+        for _ in range(3):
+            work = new_work(engine)
+            work.add_done_callback(boom)
+            engine.call_soon(lambda work=work: work.finish(1))  # type: ignore[misc]
+            wait_until(work.done, 5)
+    assert engine._thread.is_alive()

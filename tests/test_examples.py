@@ -1,0 +1,63 @@
+"""The examples run, and print what they promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from timing import scaled
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DEADLINE = 40.0
+
+
+def run(*words: str) -> list[str]:
+    command = [sys.executable, *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=scaled(DEADLINE), check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    return sorted(result.stdout.splitlines())
+
+
+def launch(size: int, example: str) -> list[str]:
+    return run("-m", "rankmesh", "run", "-n", str(size), str(EXAMPLES / example))
+
+
+def test_all_examples_are_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"ring.py", "endpoints.py", "asyncio_messages.py"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ring(size: int) -> None:
+    total = sum(range(size))
+    expected = [f"[{rank}] rank {rank} of {size}: [{' '.join([f'{total}.'] * 5)}]" for rank in range(size)]
+    assert launch(size, "ring.py") == expected
+
+
+def test_asyncio_messages() -> None:
+    assert launch(3, "asyncio_messages.py") == [
+        "[0] rank 0 heard from [1, 2], sum 3; tag 2 never came",
+        "[1] rank 1 heard from [0, 2], sum 2; tag 2 never came",
+        "[2] rank 2 heard from [0, 1], sum 1; tag 2 never came",
+    ]
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(EXAMPLES / "endpoints.py"), "serve"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.terminate()
+
+
+def test_endpoints(server: subprocess.Popen[str]) -> None:
+    assert server.stdout is not None
+    address = server.stdout.readline().strip()
+    assert address.startswith("tcp://127.0.0.1:")
+    for _ in range(2):
+        answer = run(str(EXAMPLES / "endpoints.py"), "ask", address)
+        assert answer == ["mean 2.5, doubled [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"]
+        assert server.stdout.readline().startswith("answered peer 'client' (host ")
