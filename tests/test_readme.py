@@ -1,5 +1,4 @@
-"""The README tells the truth: its programs run, its commands work, what it shows as output is what comes, its links lead
-somewhere.
+"""The README tells the truth: its programs run, its commands work, it shows the output that comes, its links lead on.
 
 A python block that begins with `# name.py` is a file for the commands that follow; any other is run as it stands. A
 text block shows (lines of) the output of the block before it; numbers and the host's name may differ.
@@ -143,7 +142,8 @@ def test_a_wrong_output_is_found(tmp_path: Path) -> None:
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)]+)\)", text)
-    headings = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)", text, re.M)}
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    headings = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
     for target in targets:
         if target.startswith("#"):
             assert target[1:] in headings, target

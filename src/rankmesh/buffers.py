@@ -18,16 +18,24 @@ else:
     Buffer: TypeAlias = Any
 
 EMPTY = memoryview(b"")
+#: Up to this size a bytearray is made faster than an array; beyond it, clearing would cost more.
+_SMALL = 4096
 
 
 def readable(data: Any) -> memoryview:
     """The bytes of `data`, where they lie. Raises UsageError for what is not contiguous CPU memory."""
     try:
+        return memoryview(data).cast("B")
+    except (TypeError, ValueError):
+        return _unusual(data)
+
+
+def _unusual(data: Any) -> memoryview:
+    """What a plain cast does not take: empty and foreign arrays, formats memoryview does not know."""
+    try:
         view = memoryview(data)
     except (TypeError, ValueError):  # no buffer; numpy says ValueError for a dtype the protocol has no format for
         view = _foreign(data).data
-    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
-        return view
     if not view.c_contiguous:
         raise UsageError(
             f"{_name(data)} of shape {view.shape} and strides {view.strides} is not contiguous. "
@@ -38,11 +46,9 @@ def readable(data: Any) -> memoryview:
         raise UsageError(f"{_name(data)} holds references to Python objects, not their bytes. Use send_object().")
     if view.nbytes == 0:
         return EMPTY
-    try:
-        return view.cast("B")
-    except (TypeError, ValueError):
-        # formats memoryview cannot cast (half floats with ml_dtypes, structured and datetime arrays)
-        return np.asarray(data).reshape(-1).view(np.uint8).data
+    if view.format == "B" and view.ndim == 1:
+        return view
+    return np.asarray(data).reshape(-1).view(np.uint8).data
 
 
 def writable(out: Any) -> memoryview:
@@ -54,8 +60,10 @@ def writable(out: Any) -> memoryview:
 
 
 def fresh(nbytes: int) -> memoryview:
-    """New memory of our own, not cleared."""
-    return np.empty(nbytes, np.uint8).data if nbytes else EMPTY
+    """New memory of our own, not cleared if it is large."""
+    if nbytes <= _SMALL:
+        return memoryview(bytearray(nbytes)) if nbytes else EMPTY
+    return np.empty(nbytes, np.uint8).data
 
 
 def _name(data: Any) -> str:

@@ -43,7 +43,7 @@ class Host:
         self.dummy = f"rmd{run}{number}"
         self.ipv4, self.ipv6 = f"10.77.0.{number + 1}", f"fd77::{number + 1}"
         #: What must never be advertised.
-        self.unreachable = (f"10.88.{number}.1", f"fd88:{number}::1")
+        self.unreachable = (f"10.88.{number}.1", f"fd88:{number + 1}::1")
 
     def configure(self) -> None:
         self.ip("link", "set", "lo", "up")

@@ -89,7 +89,7 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are(tw
         assert name in text
 
 
-@pytest.mark.parametrize("family", ["ipv4", "ipv6"])
+@pytest.mark.parametrize("family", ["ipv4", pytest.param("ipv6", marks=pytest.mark.soak)])
 def test_rankmesh_run_over_two_hosts(two: TwoHosts, tmp_path: Path, family: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(

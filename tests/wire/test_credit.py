@@ -47,9 +47,12 @@ class CreditMachine(RuleBasedStateMachine):
         cost = self.eager_bytes * eighths // 8 + OVERHEAD
         for _ in range(count):
             before = self.sender.used, dict(self.sender.lanes)
-            if not self.sender.take(lane, cost):  # it is announced instead: that must cost nothing
+            full = self.sender.lane_full(lane, cost)
+            assert full is (self.sender.lanes.get(lane, 0) + cost > self.sender.lane_limit)
+            if not self.sender.take(lane, cost):  # it waits, or is announced instead: both must cost nothing
                 assert (self.sender.used, self.sender.lanes) == before
                 return
+            assert not full
             self.sent.append((lane, cost))
 
     @precondition(lambda self: self.sent)
@@ -63,6 +66,13 @@ class CreditMachine(RuleBasedStateMachine):
             lane, cost = self.sent.popleft()
             self.receiver.arrived(cost)
             self.unexpected.append((lane, cost))
+
+    @rule(count=st.integers(1, 8))
+    def messages_find_their_receives(self, count: int) -> None:
+        for _ in range(min(count, len(self.sent))):
+            lane, cost = self.sent.popleft()
+            if self.receiver.passed(lane, cost):
+                self.credit.extend(self.receiver.pay())
 
     @rule(first=st.integers(0, 99), count=st.integers(1, 8))
     def messages_are_received(self, first: int, count: int) -> None:
@@ -223,6 +233,16 @@ def test_a_sender_without_credit_is_refused() -> None:
     assert refused.value.reason == "credit exceeded"
     assert "1001" in str(refused.value)
     assert "1000" in str(refused.value)
+
+
+def test_a_sender_without_credit_is_refused_although_a_receive_waits() -> None:
+    receiver = CreditIn(lane_limit=1000, peer_limit=1000)
+    assert receiver.passed((0, 0), 249) is False
+    assert receiver.passed((0, 0), 1) is True
+    assert (receiver.outstanding, receiver.owed, receiver.total_owed) == (250, {(0, 0): 250}, 250)
+    with pytest.raises(ProtocolError) as refused:
+        receiver.passed((0, 0), 751)
+    assert refused.value.reason == "credit exceeded"
 
 
 def test_received_but_unpaid_credit_still_counts_against_the_sender() -> None:

@@ -138,6 +138,8 @@ class Endpoint:
         member = self._members.get(identity.uid)
         if member is not None and member.router.gone:
             return f"it was given up: {member.router.gone}"
+        if self._members and identity.rank != (member.rank if member is not None else None):
+            return f"it claims to be rank {identity.rank}, which it is not in this world"
         return ""
 
     def _identity(self) -> Identity:

@@ -199,8 +199,8 @@ class Hub:
         return self.config.heartbeat_timeout - self.config.heartbeat_interval
 
     def absence(self, now: float) -> float:
-        """Seconds for which this process did not run (stopped, swapped out, the GIL kept by one call) until just now, if
-        so many that peers may have given it up; otherwise 0."""
+        """Seconds for which this process did not run (stopped, swapped out, the GIL kept by one call) until just now,
+        if so many that peers may have given it up; otherwise 0."""
         gap = now - self._looked
         if gap > self._too_long:
             return gap

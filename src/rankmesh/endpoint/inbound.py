@@ -104,8 +104,7 @@ class Inbound:
         parser = self._parser
         budget = TURN_BYTES
         if self._backlogged:
-            self._backlogged = False
-            self._parse()
+            self.resume()
         while self._link is not None and not self._backlogged:
             target = parser.target()
             try:
@@ -119,37 +118,39 @@ class Inbound:
                 self._router.ended(parser.at_boundary())
                 return
             self.heard = True
-            parser.received(got)
-            if not parser.pending:
-                self._parse()
+            header = parser.feed(got)
+            if header is not None:
+                self._parse(header)
+            elif self._then is not None and not parser.pending:
+                then, self._then, self._landing = self._then, None, None
+                then()
             if got < len(target) and self._drained:
                 return
             budget -= got
             if budget <= 0:
                 return
 
-    def _parse(self) -> None:
+    def resume(self) -> None:
+        """Go on with frames that were read but not yet looked at. Raises ProtocolError."""
+        if self._backlogged:
+            self._backlogged = False
+            self._parse(self._parser.next_header())
+
+    def _parse(self, header: Header | None) -> None:
         """Handle the frames that are here, until the leader has what it waits for."""
-        parser = self._parser
-        if self._then is not None:
-            then, self._then, self._landing = self._then, None, None
-            then()
-        engine = self._engine
+        parser, handlers, engine = self._parser, self._handlers, self._engine
         leader: Any = engine.leader
-        handlers = self._handlers
-        while self._link is not None:
+        while header is not None:
+            self.frames += 1
+            handlers[header[1]](header)
+            if parser.pending or self._link is None:
+                return
             if leader is not None and leader.finished:
                 if parser.buffered:  # the rest can wait: the next waiter, or the background thread, goes on with it
                     self._backlogged = True
                     engine.backlog.append(self._router)
                 return
             header = parser.next_header()
-            if header is None:
-                return
-            self.frames += 1
-            handlers[header[1]](header)
-            if parser.pending:
-                return
 
     def _with_payload(self, header: Header, then: Callable[[Header, memoryview], None]) -> None:
         """Call `then` once the payload is here, in the staging buffer or in memory of its own."""

@@ -73,8 +73,18 @@ class Messages:
         view = writable(out)
         if not ANY_TAG <= tag <= MAX_TAG:
             raise _bad_tag(tag)
-        receive = self._receive("recv from", peer, source, view, tag, False, timeout)
-        return receive.complete()
+        return Receive(
+            self._hub,
+            "recv from",
+            self._anyone if peer is None else peer,
+            self._group,
+            source,
+            tag,
+            view,
+            False,
+            self._sources,
+            self._timeout if timeout is None else timeout,
+        ).complete()
 
     def irecv(self, peer: Any, source: int, out: Any, tag: int, timeout: float | None) -> Work[Status]:
         view = writable(out)

@@ -53,6 +53,9 @@ class Outbound:
         self._announced: dict[int, Send] = {}
         self._last_ident = 0
         self._blocked = False
+        self._engine = router.engine
+        #: There is a connection and nothing waits: a small message may go out at once.
+        self._clear = False
         #: While the other side is asked whether the connection may be closed, nothing is sent on it.
         self.paused = False
         self.frames = 0
@@ -73,7 +76,17 @@ class Outbound:
 
     def detach(self) -> None:
         self._link = None
+        self._clear = False
         self._queue.clear()
+
+    def pause(self) -> None:
+        """Send nothing until `resume()`: the other side is asked whether the connection may be closed."""
+        self.paused = True
+        self._clear = False
+
+    def resume(self) -> None:
+        self.paused = False
+        self.advance()
 
     @property
     def idle(self) -> bool:
@@ -98,50 +111,56 @@ class Outbound:
 
         Takes the lock. This is the hot path: one lock, one join, one system call.
         """
-        engine = self._router.engine
-        engine.acquire()
+        engine = self._engine
+        if not engine.lock.acquire(False):
+            engine.acquire()
         try:
-            if (
-                self._link is not None
-                and nbytes <= self._eager_limit
-                and not self._queue
-                and not self._waiting
-                and not self.paused
-                and (not self._stalled or (group, tag) not in self._stalled)
-                and self._credit.take((group, tag), nbytes + OVERHEAD)
-            ):
-                return self._send_now(group, tag, flags, parts, nbytes, timeout)
+            if self._clear and nbytes <= self._eager_limit and self._credit.take((group, tag), nbytes + OVERHEAD):
+                header = _pack(VERSION, _EAGER, flags, group, tag, 0, nbytes, 0)
+                if nbytes > JOIN_BYTES:
+                    return self._send_rest(header, 0, group, tag, flags, parts, nbytes, timeout)
+                try:
+                    sent = self._link_send(b"".join((header, *parts)))
+                except OSError as error:
+                    sent = self._not_sent(error, tag)
+                self.spoke = True
+                self.frames += 1
+                self.bytes += nbytes
+                if sent == HEADER_BYTES + nbytes:
+                    return None
+                return self._send_rest(header, sent, group, tag, flags, parts, nbytes, timeout)
             send = Send(self._router, "send to", group, tag, flags, parts, nbytes, timeout)
             self.start(send)
             return send
         finally:
             engine.release()
 
-    def _send_now(
-        self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float
+    def _not_sent(self, error: OSError, tag: int) -> int:
+        """The link took nothing: not now, or never again."""
+        if isinstance(error, BlockingIOError):
+            return 0
+        self._router.broken(error)
+        raise self._router.lost_error("send to", tag) from error
+
+    def _send_rest(
+        self,
+        header: bytes,
+        sent: int,
+        group: int,
+        tag: int,
+        flags: int,
+        parts: list[memoryview],
+        nbytes: int,
+        timeout: float,
     ) -> Send | None:
-        header = _pack(VERSION, _EAGER, flags, group, tag, 0, nbytes, 0)
-        try:
-            if nbytes <= JOIN_BYTES:
-                sent = self._link_send(b"".join((header, *parts)))
-            else:
-                sent = self._link_sendmsg((header, *parts))
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            self._router.broken(error)
-            raise self._router.lost_error("send to", tag) from error
-        self.spoke = True
-        self.frames += 1
-        self.bytes += nbytes
-        if sent == HEADER_BYTES + nbytes:
-            return None
+        """Send an eager message of which `sent` bytes have left; what the link does not take now follows later."""
         send = Send(self._router, "send to", group, tag, flags, parts, nbytes, timeout)
         send.state = SendState.EAGER
         frame = Frame([header, *parts], HEADER_BYTES + nbytes, send, nbytes)
-        frame.advance(sent)
+        if sent:
+            frame.advance(sent)
         self._queue.resume(frame)
-        self._watch_writes(True)
+        self.flush()
         return send
 
     def start(self, send: Send) -> None:
@@ -158,10 +177,10 @@ class Outbound:
         if self._link is None:
             self._waiting.append(send)
             self._router.hub.want_link(self._router)
-        elif self._waiting or self.paused or not self._submit(send):
+            return
+        if self._waiting or self.paused or not self._submit(send):
             self._waiting.append(send)
-        else:
-            self.flush()
+        self.flush()
 
     def _check_size(self, send: Send) -> None:
         """Refuse what the other side would refuse, before a byte is sent."""
@@ -336,7 +355,9 @@ class Outbound:
             buffers = self._queue.commit()
             if not buffers:
                 self._watch_writes(False)
+                self._clear = not (self._waiting or self._stalled or self.paused)
                 return
+            self._clear = False
             try:
                 sent = self._link_sendmsg(buffers) if len(buffers) > 1 else self._link_send(buffers[0])
             except BlockingIOError:

@@ -11,7 +11,7 @@ leaves wakes one
    of them to lead.
 3. **The background thread** leads when no one waits, so that heartbeats, grants and requests are served while user code
    computes. It never takes the lead right after a waiter left (the next wait is usually microseconds away, and two
-   threads fighting for the GIL cost more than the message): it looks every NAP seconds, and leads once nobody has
+   threads fighting for the GIL cost more than the message): it looks every few milliseconds, and leads once nobody has
    driven since its last look. A waiter takes the lead from it without asking: the background thread may still sit in
    epoll then, finds on return that it no longer leads, and goes back to napping. While a waiter sleeps in epoll for
    long, the background thread is parked and costs nothing.
@@ -47,6 +47,8 @@ logger = logging.getLogger("rankmesh")
 #: Seconds between the background thread's looks while others drive: how late progress may be after the last waiter
 #: left.
 NAP: Final = 0.001
+#: What a nap grows to while others are busy in the engine at every look.
+LONGEST_NAP: Final = 0.004
 #: Seconds a caller steps aside for when other threads wait for the lock.
 STEP_ASIDE: Final = 20e-6
 #: A poll that took this long was kept from the GIL by other threads: polling only disturbs them.
@@ -288,7 +290,7 @@ class Engine:
                     parker.acquire(timeout=min(remaining, threading.TIMEOUT_MAX))
                 finally:
                     self.acquire()
-                if not work.finished and (self.leader is None or self.leader is self._background_marker):
+                if self.leader is None or self.leader is self._background_marker:
                     break
         finally:
             del self._followers[work]
@@ -342,8 +344,13 @@ class Engine:
 
     def _background(self) -> None:
         seen_drives, seen_leader = -1, None
+        nap = NAP
         while True:
-            self.acquire()
+            if not self._look():
+                nap = min(2 * nap, LONGEST_NAP)
+                self._nap_lock.acquire(timeout=nap)
+                continue
+            nap = NAP
             try:
                 if self.closed:
                     return
@@ -367,8 +374,18 @@ class Engine:
             if self._deferred:
                 self._run_deferred()
                 continue
-            self._nap_lock.acquire(timeout=-1 if parked else NAP)
+            self._nap_lock.acquire(timeout=-1 if parked else nap)
             self._parked = False
+
+    def _look(self) -> bool:
+        """Take the lock if it is free. If not, somebody drives, and waiting for it would only take the GIL from them:
+        the background thread does so only when it is needed."""
+        if self.lock.acquire(False):
+            return True
+        if monotonic() < self._next_timer and not self._urgent and not self.closed:
+            return False
+        self.acquire()
+        return True
 
     def _lead_in_background(self) -> None:
         marker = self._background_marker

@@ -109,18 +109,26 @@ class PeerRouter:
         if mask & ~_OUT and self.link is not None:
             try:
                 self.inbound.read()
-            except ProtocolError as error:
-                logger.warning("Closing the connection with %s: %s.", self.peer, error.message)
-                self.lose(f"it broke the protocol ({error.message})")
-            except (
-                Exception
-            ) as error:  # a defect of ours must end this conversation, not the thread that happens to drive
-                logger.exception("A defect in rankmesh ends the conversation with %s.", self.peer)
-                self.lose(f"a defect in rankmesh ended the conversation ({error!r}); please report it")
+            except Exception as error:  # noqa: BLE001  # see `failed`
+                self.failed(error)
 
     def work_off(self) -> None:
         """Go on with frames that were read but not yet looked at."""
-        self.ready(select.EPOLLIN)
+        if self.link is not None:
+            try:
+                self.inbound.resume()
+            except Exception as error:  # noqa: BLE001  # see `failed`
+                self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """What came in cannot be dealt with: by a fault of the peer's, or by a defect of ours, which must end this
+        conversation and not the thread that happens to drive."""
+        if isinstance(error, ProtocolError):
+            logger.warning("Closing the connection with %s: %s.", self.peer, error.message)
+            self.lose(f"it broke the protocol ({error.message})")
+        else:
+            logger.error("A defect in rankmesh ends the conversation with %s.", self.peer, exc_info=error)
+            self.lose(f"a defect in rankmesh ended the conversation ({error!r}); please report it")
 
     # ------------------------------------------------------------------ liveness
 
@@ -144,7 +152,7 @@ class PeerRouter:
             self._last_traffic = now
         elif now - self._last_traffic > config.idle_timeout and self._quiet() and not self.outbound.paused:
             self.outbound.message(IdleAsk())
-            self.outbound.paused = True
+            self.outbound.pause()
 
     def _quiet(self) -> bool:
         """Nothing is under way in either direction, and nobody here waits for this peer."""
@@ -166,11 +174,10 @@ class PeerRouter:
                 if agreed:
                     self.rest()
             case IdleAnswer(agreed):
-                self.outbound.paused = False
                 if agreed:
                     self.rest()
                 else:
-                    self.outbound.advance()
+                    self.outbound.resume()
             case _:
                 self.hub.on_control(self.peer, message)
 

@@ -108,13 +108,7 @@ class Posted(Work[Status]):
         sources: Mapping[int, Any],
         timeout: float,
     ) -> None:
-        # Work.__init__, written out: a call less for every receive
-        self._engine = hub.engine
-        self.op = op
-        self.peer = peer
-        self.tag = tag if tag >= 0 else None
-        self.timeout = timeout
-        self.began = monotonic()
+        super().__init__(hub.engine, op, peer, tag if tag >= 0 else None, timeout)
         self._hub = hub
         self._sources = sources
         self.group = group
@@ -168,7 +162,18 @@ class Receive(Posted):
         sources: Mapping[int, Any],
         timeout: float,
     ) -> None:
-        super().__init__(hub, op, peer, group, source, tag, sources, timeout)
+        # Posted.__init__, written out: two calls less for every receive
+        self._engine = hub.engine
+        self.op = op
+        self.peer = peer
+        self.tag = tag if tag >= 0 else None
+        self.timeout = timeout
+        self.began = monotonic()
+        self._hub = hub
+        self._sources = sources
+        self.group = group
+        self.source = source
+        self.match_tag = tag
         self.view = view
         self.wants_object = wants_object
 

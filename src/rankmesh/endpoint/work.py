@@ -24,7 +24,7 @@ class Work(Generic[T]):
     block the event loop; cancelling the awaiting task cancels the operation.
     """
 
-    # Defaults on the class: an operation that ends at once never sets them, and setting attributes is what making one costs.
+    # Defaults on the class: an operation that ends at once never sets them, and setting attributes is what it costs.
     _callbacks: list[Callable[[Work[T]], object]] | None = None
     _error: BaseException | None = None
     _value: T | None = None

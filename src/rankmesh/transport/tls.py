@@ -45,9 +45,6 @@ SEND_BYTES: Final = 8 * BATCH_BYTES
 #: Encrypted bytes read from the socket at once.
 READ_BYTES: Final = 128 * KIB
 
-#: A record's header: type, version, and the length of what follows in the last two bytes.
-_HEADER_BYTES: Final = 5
-
 
 class TlsLink:
     """One connection, on either side."""
@@ -71,8 +68,6 @@ class TlsLink:
         self._write_ended = False
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
-        self._header = b""  # of the handshake record being read
-        self._record_left = 0  # bytes of it
         self._spill = EMPTY  # decrypted before anybody asked, see _say_goodbye
         self._unsent = EMPTY
         self._read_ended = False  # by a close_notify
@@ -145,19 +140,11 @@ class TlsLink:
             raise ConnectionAbortedError(errno.ECONNABORTED, self._failure) from error
 
     def _read_handshake(self) -> None:
-        """Read no further than the end of the present record: what follows may belong to the reader."""
-        wanted = self._record_left or _HEADER_BYTES - len(self._header)
-        data = self._sock.recv(wanted)
+        """What comes after it in the same read stays in memory, and rings the bell."""
+        data = self._sock.recv(READ_BYTES)
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, f"{self.remote} ended the connection within the TLS handshake")
         self._incoming.write(data)
-        if self._record_left:
-            self._record_left -= len(data)
-            return
-        self._header += data
-        if len(self._header) == _HEADER_BYTES:
-            self._record_left = int.from_bytes(self._header[3:])
-            self._header = b""
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -88,10 +88,15 @@ class Parser:
         else:
             self._end += nbytes
 
-    def next_header(self) -> tuple[int, ...] | None:
-        """The next header, checked, or None while it is not all here. Fields as in `Header`."""
+    def feed(self, nbytes: int) -> tuple[int, ...] | None:
+        """`received(nbytes)`, and the next header if no payload is pending and it is all here: the hot path's one
+        step."""
+        if self._fill is not None or self._skip:
+            self.received(nbytes)
+            return None
+        self._end = end = self._end + nbytes
         pos = self._pos
-        if self._end - pos < HEADER_BYTES:
+        if end - pos < HEADER_BYTES:
             return None
         header = _unpack_from(self._staging, pos)
         limit = self._limit.get(header[1])
@@ -100,6 +105,10 @@ class Parser:
         self._pos = pos + HEADER_BYTES
         self.header = header
         return header
+
+    def next_header(self) -> tuple[int, ...] | None:
+        """The next header, checked, or None while it is not all here. Fields as in `Header`."""
+        return self.feed(0)
 
     def take(self) -> memoryview | None:
         """The payload within the staging buffer, if all of it is here."""
