@@ -179,13 +179,20 @@ def acceptor_stream(pair: Sides) -> bytes:
 def auth_stream(pair: Sides, identity: bytes) -> bytes:
     """HELLO and AUTH of one who knows the token and proves whatever bytes it likes as its identity.
 
-    The proof is made here from the handshake's description, not by its code: an independent reading of the protocol.
     """
     hello = pair.initiator.start()
     challenge = b"".join(feed(pair.acceptor, hello)[0])
-    proved = b"rankmesh initiator" + bytes([VERSION]) + hello[10:] + challenge[8:] + identity
+    return hello + proof(hello, challenge[8:], identity)
+
+
+def proof(hello: bytes, challenge: bytes, identity: bytes) -> bytes:
+    """The AUTH that answers the body of a CHALLENGE.
+
+    It is made here from the handshake's description, not by its code: an independent reading of the protocol.
+    """
+    proved = b"rankmesh initiator" + bytes([VERSION]) + hello[10:] + challenge + identity
     body = hmac.digest(TOKEN.encode(), proved, "sha256") + identity
-    return hello + b"RMSH" + struct.pack("<BBH", 3, 0, len(body)) + body
+    return b"RMSH" + struct.pack("<BBH", 3, 0, len(body)) + body
 
 
 # --- objects for the codec --------------------------------------------------------------------------------------------

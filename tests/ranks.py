@@ -14,10 +14,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, Self
 
@@ -33,6 +35,11 @@ from timing import scaled
 PATIENCE = 20.0
 
 Body = Callable[..., None]
+
+#: pytest imports tests as `tests.folder.test_x` without this being on the path; the ranks' processes import them too.
+ROOT = str(Path(__file__).parent.parent)
+if ROOT not in sys.path:
+    sys.path.append(ROOT)
 
 
 class Outcome(NamedTuple):
@@ -62,7 +69,7 @@ def _main(url: str, rank: int, size: int, config: Config, talk: Connection, body
     try:
         with join(url, rank=rank, size=size, config=config, timeout=scaled(PATIENCE)) as mesh:
             body(mesh, talk, *args)
-    except BaseException:  # noqa: BLE001  the test shall see it, whatever it is
+    except BaseException:  # the test shall see it, whatever it is
         talk.send(Crash(traceback.format_exc()))
         raise
 
@@ -70,8 +77,10 @@ def _main(url: str, rank: int, size: int, config: Config, talk: Connection, body
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[None]:
     """The process that ranks are forked from. Import it, and use it in every module that makes Ranks."""
-    # What is installed, not modules of tests/: the server of Python 3.11 does not have them on its path, and says nothing.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "rankmesh.testing.proxy", "rankmesh.testing.world"])
+    # Not modules of tests/: the server of Python 3.11 does not have them on its path, and says nothing.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["pytest", "rankmesh.testing.proxy", "rankmesh.testing.world"]
+    )
     forkserver.ensure_running()
     yield
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # CPython's own tests end it that way; there is no other

@@ -16,7 +16,7 @@ from rankmesh.errors import ConfigError, JoinError, UsageError
 from rankmesh.membership.environment import detect
 from rankmesh.membership.rendezvous import Meeting, Member, host_store, meet, open_endpoint, read_file
 from rankmesh.membership.store import StoreServer
-from rankmesh.wire.messages import Control, Lost
+from rankmesh.wire.messages import Control, Lost, plain
 
 logger = logging.getLogger("rankmesh")
 
@@ -237,7 +237,7 @@ class Mesh:
             return
         logger.log(logging.INFO if left else logging.WARNING, "%s is lost: %s.", router.peer, router.gone)
         if not left and router.peer.uid is not None:
-            news = Lost(router.peer.uid, router.gone)
+            news = Lost(router.peer.uid, plain(router.gone))
             for other in self._routers:
                 if isinstance(other, PeerRouter) and other.link is not None:
                     other.outbound.message(news)

@@ -41,7 +41,7 @@ def run_instead(
     """Let the demo run another program; its exit code and what it shows."""
     script = folder / "program.py"
     script.write_text(program)
-    monkeypatch.setattr(demo, "LAUNCH", ("run", "-n", str(ranks), "--no-prefix", str(script)))
+    monkeypatch.setattr(demo, "LAUNCH", ("run", "-n", str(ranks), str(script)))
     return main(["demo"]), capsys.readouterr().out
 
 
@@ -63,7 +63,7 @@ demo_program.main()
     assert code == 1
     assert f"✓ {ACTS[0].title}" in shown
     assert f"✗ {ACTS[1].title}\n    It did not end as it should; see below." in shown
-    assert "The demo went wrong: rank 3 got something else." in shown
+    assert re.search(r"^    \[3\] .*The demo went wrong: rank 3 got something else\.", shown, re.MULTILINE)
     assert "The demo failed" in shown
 
 
@@ -84,7 +84,7 @@ for number in range({len(ACTS)}):
     code, shown = run_instead(program, 1, tmp_path, monkeypatch, capsys)
     assert code == 1
     assert shown.count("✓") == len(ACTS)
-    assert "✗ the launcher reports it" in shown
+    assert "✗ what the ranks and the launcher wrote" in shown
     assert reason in shown
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from peers import FAULTY, SOON, Call, Medium, Pair, blank, faulty, open_pair, pattern, router_of
-from rankmesh import Config, Endpoint, PeerLost
+from rankmesh import Config, Endpoint, Peer, PeerLost
 from rankmesh.config import KIB
 from rankmesh.mesh import Mesh
 from rankmesh.testing.faults import FaultLink
@@ -175,23 +175,25 @@ class TestCrossing:
             with open_pair(tcp, through, **settings) as pair:
                 yield pair, proxies[0]
 
-    def ask(self, pair: Pair) -> None:
-        """Left asks, as its heartbeat would."""
-        with pair.left.hub.engine:
-            router = router_of(pair.there)
-            router.outbound.message(IdleAsk())
-            router.outbound.paused = True
+    def ask(self, endpoint: Endpoint, peer: Peer) -> None:
+        """As the heartbeat does it."""
+        with endpoint.hub.engine:
+            outbound = router_of(peer).outbound
+            outbound.message(IdleAsk())
+            outbound.pause()
 
     def cross(self, tcp: Medium, messages: int) -> None:
         with self.proxied(tcp) as (pair, proxy):
             proxy.freeze()
-            self.ask(pair)
+            self.ask(pair.left, pair.there)
             for number in range(messages):
                 pair.back.send(pattern(500, number), tag=1, timeout=SOON)
             proxy.resume()
-            for number in range(messages):
+            wait_closed(pair)
+            pair.back.send(b"again", tag=2, timeout=SOON)
+            pair.there.recv(bytearray(5), tag=2, timeout=SOON)
+            for number in range(messages):  # they came on the old connection, and are received on the new one
                 out = blank(500)
-                wait_until(lambda: pair.there.iprobe(tag=1) is not None, 10)
                 pair.there.recv(out, tag=1, timeout=SOON)
                 assert np.array_equal(out, pattern(500, number))
             for number in range(60):  # as much as makes credit come back
@@ -210,11 +212,8 @@ class TestCrossing:
     def test_both_ask_at_once(self, tcp: Medium) -> None:
         with self.proxied(tcp) as (pair, proxy):
             proxy.freeze()
-            self.ask(pair)
-            with pair.right.hub.engine:
-                router = router_of(pair.back)
-                router.outbound.message(IdleAsk())
-                router.outbound.paused = True
+            self.ask(pair.left, pair.there)
+            self.ask(pair.right, pair.back)
             sends = [pair.there.isend(b"a", tag=1), pair.back.isend(b"b", tag=1)]
             proxy.resume()
             outs = bytearray(1), bytearray(1)
@@ -257,8 +256,8 @@ def test_sends_given_up_while_the_connection_is_made_again() -> None:
         check_well(pair)
 
 
-def _spells(mesh: Mesh) -> None:
-    """All ranks talk, rest, and talk again."""
+def _spells(mesh: Mesh, rested: threading.Barrier) -> None:
+    """All ranks talk, rest, and talk again. (They do not wait for each other by messages: that would keep connections.)"""
     for number in range(3):
         outs = {rank: bytearray(1) for rank in range(mesh.size) if rank != mesh.rank}
         receives = [mesh.irecv(out, source=rank, tag=number) for rank, out in outs.items()]
@@ -271,8 +270,8 @@ def _spells(mesh: Mesh) -> None:
         wait_until(
             lambda: {peer.rank for peer in mesh.peers if peer.connected} <= hub, 10, "idle connections to be let go"
         )
-        mesh.barrier(timeout=SOON)
+        rested.wait(SOON)
 
 
 def test_mesh_keeps_only_the_connections_with_rank_0() -> None:
-    run_world(4, _spells, config=Config(idle_timeout=0.2, heartbeat_interval=0.1, heartbeat_timeout=2.0), timeout=2 * SOON)
+    run_world(4, _spells, args=(threading.Barrier(4),), config=Config(**IDLE), timeout=2 * SOON)

@@ -77,7 +77,7 @@ def test_identities_come_out_as_they_went_in(identity: Identity) -> None:
     "message, fields",
     [
         (Goodbye("bye"), {"type": "goodbye", "reason": "bye"}),
-        (Lost(b"u", "cut"), {"type": "lost", "uid": b"u", "reason": "cut"}),
+        (Lost(b"u" * 16, "cut"), {"type": "lost", "uid": b"u" * 16, "reason": "cut"}),
         (IdleAsk(), {"type": "idle?"}),
         (IdleAnswer(True), {"type": "idle!", "agreed": True}),
     ],

@@ -31,7 +31,9 @@ LIMIT: Final = 60
 EXPECTED: Final = 128 + signal.SIGKILL
 #: Seconds the launcher has to end once it was told to.
 END_TIMEOUT: Final = 15.0
-LAUNCH: Final = ("run", "-n", str(SIZE), "--no-prefix", "--timeout", str(LIMIT), "-m", "rankmesh.cli.demo_program")
+LAUNCH: Final = ("run", "-n", str(SIZE), "--timeout", str(LIMIT), "-m", "rankmesh.cli.demo_program")
+#: With what the launcher begins the lines of rank 0, which tells the events.
+PREFIX: Final = "[0] "
 
 
 def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         errors.seek(0)
         report = errors.read().splitlines()
     fits = code == EXPECTED and any(f"rank {VICTIM} " in line and "SIGKILL" in line for line in report)
-    programme.show("the launcher reports it", report, ok=fits)
+    programme.show("the launcher reports it" if fits else "what the ranks and the launcher wrote", report, ok=fits)
     if not (fits and programme.complete):
         programme.console.print(f"\nThe demo failed (exit code of `rankmesh run`: {code}). `rankmesh doctor` may help.")
         return 1
@@ -92,6 +94,7 @@ class Programme:
                 self._running = None
                 self._shown += 1
                 self.show(ACTS[number].title, lines)
+                self._status.update("the launcher ends what is left" if self.complete else "")
             case _:
                 raise InternalError(f"The demo's ranks tell of {event!r}.")
 
@@ -112,7 +115,7 @@ def _watch(command: Sequence[str], programme: Programme, errors: IO[str]) -> int
     with process.stdout, programme:
         try:
             for line in process.stdout:
-                programme.on_event(json.loads(line))
+                programme.on_event(json.loads(line.removeprefix(PREFIX)))
             return process.wait(END_TIMEOUT)
         except BaseException:  # Ctrl-C above all: no rank outlives the demo
             process.terminate()

@@ -123,11 +123,9 @@ def _measure(args: argparse.Namespace, local_rank: int, enter: Callable[[], Mesh
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
     with enter() as mesh:
-        if mesh.rank > 1:
-            mesh.barrier(LIMIT)
-            return 0
-        if mesh.rank == 1:
-            measure.follow(mesh, 0, LIMIT)
+        if mesh.rank > 0:
+            if mesh.rank == 1:
+                measure.follow(mesh, 0, LIMIT)
             mesh.barrier(LIMIT)
             return 0
         document["transport"] = mesh.peers[0].addresses[0].scheme

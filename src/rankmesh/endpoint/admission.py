@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from rankmesh.transport.base import Link
 
 
+class Closed(ConnectError):
+    """The other side ended the connection before the handshake was through."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the other side closed the connection during the handshake", reason="closed during the handshake"
+        )
+
+
 class Admission:
     """Drives one link to the end of its handshake.
 
@@ -117,7 +126,7 @@ class Admission:
         while self._got < wanted:
             got = self.link.recv_into(self._in[self._got : wanted])
             if not got:
-                raise _closed()
+                raise Closed
             self.spoke = True
             self._got += got
         self._got = 0
@@ -163,9 +172,3 @@ class Admission:
             self.link.abort()
         else:
             self.link.close()
-
-
-def _closed() -> ConnectError:
-    return ConnectError(
-        "the other side closed the connection during the handshake", reason="closed during the handshake"
-    )

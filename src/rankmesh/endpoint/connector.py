@@ -15,7 +15,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from rankmesh.endpoint.admission import Admission
+from rankmesh.endpoint.admission import Admission, Closed
 from rankmesh.endpoint.pool import Verdict, judge
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ConfigError, ConnectError, RankmeshError
@@ -390,9 +390,10 @@ class Connector:
         self._accepting.pop(admission, None)
         text = error.message if isinstance(error, RankmeshError) else getattr(error, "strerror", None) or str(error)
         uid = admission.handshake.remote_uid
+        # Where both sides connect at once, one connection is refused or dropped: nobody needs to know.
         duplicate = isinstance(error, Refused) and error.code == Refusal.DUPLICATE
-        # Where both sides connect at once, one connection is dropped: nobody needs to know.
-        level = logging.DEBUG if duplicate or (uid is not None and self._known(uid) is not None) else logging.WARNING
+        dropped = isinstance(error, Closed) and uid is not None and self._known(uid) is not None
+        level = logging.DEBUG if duplicate or dropped else logging.WARNING
         logger.log(level, "Refused the connection from %s: %s.", admission.link.remote, text)
 
     def _dial_refused(self, admission: Admission, error: Exception) -> None:

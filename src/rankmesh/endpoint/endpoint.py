@@ -26,6 +26,8 @@ from rankmesh.wire.messages import Identity
 
 logger = logging.getLogger("rankmesh")
 
+#: Longest name: it is part of every handshake.
+NAME_LIMIT = 256
 #: The tag space of messages between endpoints without ranks.
 _GROUP = 0
 
@@ -68,6 +70,10 @@ class Endpoint:
         self.uid = os.urandom(16)
         self.host = socket.gethostname()
         self.name = name or f"{self.host}:{os.getpid()}"
+        if len(self.name) > NAME_LIMIT or not self.name.isprintable():
+            raise ConfigError(
+                f"An endpoint's name is printable and has at most {NAME_LIMIT} characters. Choose another."
+            )
         self._rank = rank
         self._run = run
         self.hub = Hub(self.name, self.config)
@@ -76,11 +82,15 @@ class Endpoint:
         self._members: dict[bytes, Peer] = {}
         self._sources: dict[int, Any] = {}
         self._messages = Messages(self.hub, _GROUP, self._sources, _Anyone(self))
-        self._arrived: deque[Peer] = deque()
+        #: Those that connected and were not accepted yet, in order.
+        self._arrived: dict[Peer, None] = {}
+        #: Peers that are gone, but of which messages are still to be received.
+        self._remembered: set[Peer] = set()
         self._accepts: deque[Work[Peer]] = deque()
         self._connector = Connector(self.hub, self._identity, self._known, self._bind, self.objection)
         self.hub.want_link = self._want_link
         self.hub.dial_trouble = self._connector.trouble
+        self.hub.departed = self._departed
         self._addresses: tuple[str, ...] = ()
         try:
             if address is not None:
@@ -206,8 +216,8 @@ class Endpoint:
 
     def _forget(self, router: PeerRouter) -> None:
         """A peer made for connect() turned out to be one that is known already."""
-        del self.hub.routers[router.index]
-        del self._sources[router.index]
+        self.hub.routers.pop(router.index, None)
+        self._sources.pop(router.index, None)
 
     def _arrive(self, peer: Peer) -> None:
         while self._accepts:
@@ -215,7 +225,22 @@ class Endpoint:
             if not work.finished:
                 work.finish(peer)
                 return
-        self._arrived.append(peer)
+        self._arrived[peer] = None
+
+    def _departed(self, router: PeerRouter) -> None:
+        """A peer is gone. Ranks stay known as lost; others are forgotten once all they sent has been received."""
+        peer = router.peer
+        if peer.uid in self._members:
+            return
+        if peer.uid is not None and self._peers.get(peer.uid) is peer:
+            del self._peers[peer.uid]
+        self._remembered.add(peer)
+        waited_for = {message.source for message in self.hub.matcher.unexpected()}
+        for gone in [gone for gone in self._remembered if gone.router.index not in waited_for]:
+            self._remembered.remove(gone)
+            self._arrived.pop(gone, None)
+            self.hub.routers.pop(gone.router.index, None)
+            self._sources.pop(gone.router.index, None)
 
     def _want_link(self, router: PeerRouter) -> None:
         self._connector.dial(router, list(router.peer.addresses), monotonic() + self.config.timeout)
@@ -255,11 +280,18 @@ class Endpoint:
         with self.hub.engine:
             self.hub.check_open()
             if self._arrived:
-                return self._arrived.popleft()
+                peer = next(iter(self._arrived))
+                del self._arrived[peer]
+                return peer
             timeout = self.config.timeout if timeout is None else timeout
             work: Work[Peer] = Work(self.hub.engine, "accept", None, None, timeout)
             self._accepts.append(work)
-        return work.result()
+        try:
+            return work.result()
+        finally:
+            with self.hub.engine:
+                if work in self._accepts:  # it timed out
+                    self._accepts.remove(work)
 
     # ------------------------------------------------------------------ services
 

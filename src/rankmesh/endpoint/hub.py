@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -54,12 +54,15 @@ class Hub:
         self.on_control: Callable[[Peer, Control], None] = lambda peer, message: None
         self.want_link: Callable[[PeerRouter], None] = lambda router: None
         self.dial_trouble: Callable[[PeerRouter], str] = lambda router: ""
+        #: A peer is gone and everything that needed it has failed: it may be forgotten.
+        self.departed: Callable[[PeerRouter], None] = lambda router: None
         self._index = itertools.count()
         self._looked = monotonic()
         #: When this process last came back from not running, and how long it had been away.
         self._absence = (0.0, 0.0)
         self._rpc_bytes = 0
         self._rpc_waiting: deque[tuple[Inbound, tuple[int, ...]]] = deque()
+        self._rpc_queued: Counter[Inbound] = Counter()
 
     def new_index(self) -> int:
         return next(self._index)
@@ -127,12 +130,16 @@ class Hub:
             if self._deserted(posted.group):
                 posted.fail(self._nobody_left(posted))
             return not posted.finished
-        router = self.routers[posted.source]
+        router = self.routers.get(posted.source) or posted.peer.router  # which is forgotten when it is gone
         if isinstance(router, PeerRouter) and router.link is None and not router.gone:
             self.want_link(router)  # whoever waits for a peer must learn of its end
         if router.gone:
             posted.fail(router.lost_error(posted.op, posted.tag))
         return not posted.finished
+
+    def awaits(self, source: int) -> bool:
+        """Whether a receive or a probe names `source`."""
+        return bool(self.matcher.posted(source=source)) or any(probe.source == source for probe in self.probes)
 
     def waiting_for(self, source: int, group: int | None = None) -> list[Posted]:
         """Take out the receives and probes that name `source`, in order: they are about to fail."""
@@ -220,15 +227,27 @@ class Hub:
     def rpc_announced(self, inbound: Inbound, header: tuple[int, ...]) -> None:
         """A large request or reply is granted when there is room for it, in the order of announcement."""
         self._rpc_waiting.append((inbound, header))
+        self._rpc_queued[inbound] += 1
         self._grant_rpc()
+
+    def rpc_waiting(self, inbound: Inbound) -> int:
+        """Announcements of one connection that wait for room."""
+        return self._rpc_queued.get(inbound, 0)
 
     def rpc_withdrawn(self, inbound: Inbound, ident: int | None = None) -> bool:
         """Forget an announcement that waits for room; all of a connection's when `ident` is None. False: there was
         none."""
         kept = [entry for entry in self._rpc_waiting if entry[0] is not inbound or ident not in (None, entry[1][5])]
-        found = len(kept) < len(self._rpc_waiting)
-        self._rpc_waiting = deque(kept)
-        return found
+        gone = len(self._rpc_waiting) - len(kept)
+        if gone:
+            self._rpc_waiting = deque(kept)
+            self._rpc_left(inbound, gone)
+        return gone > 0
+
+    def _rpc_left(self, inbound: Inbound, count: int) -> None:
+        self._rpc_queued[inbound] -= count
+        if not self._rpc_queued[inbound]:
+            del self._rpc_queued[inbound]
 
     def rpc_landed(self, landing: Landing) -> None:
         """A granted one ended, well or badly."""
@@ -243,5 +262,6 @@ class Hub:
             if self._rpc_bytes and self._rpc_bytes + nbytes > self.config.rpc_inflight_bytes:
                 return
             self._rpc_waiting.popleft()
+            self._rpc_left(inbound, 1)
             if inbound.grant_rpc(header):
                 self._rpc_bytes += nbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.buffers import fresh
 from rankmesh.endpoint.outbound import MAX_ANNOUNCED, RPC, TURN_BYTES
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Header = tuple[int, ...]
 
+#: What a frame counts for in a turn, in bytes: handling a small one takes far longer than reading it.
+FRAME_COST: Final = 4096
+
 
 class Inbound:
     """What comes from one peer."""
@@ -37,9 +40,12 @@ class Inbound:
         self._config = router.hub.config
         self._engine = router.engine
         self._matcher = router.hub.matcher
+        self._members = router.hub.members
         self._link: Link | None = None
         self._incoming: dict[int, Landing] = {}
         self._announced: dict[int, Message] = {}
+        #: Messages that came over an earlier connection: their credit ended with it.
+        self._unowed: set[Message] = set()
         #: What to do when the payload under way is complete, and the receive it belongs to, if any.
         self._then: Callable[[], None] | None = None
         self._landing: Landing | None = None
@@ -86,6 +92,7 @@ class Inbound:
         for message in self._announced.values():
             self._matcher.discard(message)
         self._announced.clear()
+        self._unowed.update(message for message in self._matcher.unexpected() if message.router is self._router)
         self._hub.rpc_withdrawn(self)
         for landing in landings.values():
             self._hub.rpc_landed(landing)
@@ -120,7 +127,9 @@ class Inbound:
             self.heard = True
             header = parser.feed(got)
             if header is not None:
+                frames = self.frames
                 self._parse(header)
+                budget -= FRAME_COST * (self.frames - frames)
             elif self._then is not None and not parser.pending:
                 then, self._then, self._landing = self._then, None, None
                 then()
@@ -189,6 +198,8 @@ class Inbound:
     def _on_eager(self, header: Header) -> None:
         _, _, flags, group, tag, _, nbytes, _ = header
         self.bytes += nbytes
+        if group in self._members and self._index not in self._members[group]:
+            raise self._intruder(group)
         receive = self._matcher.take_posted(group, self._index, tag)
         if receive is not None:
             view = receive.view
@@ -217,6 +228,9 @@ class Inbound:
             receive.arrived(self._router.index, tag, nbytes)
         else:
             self._land(receive, group, tag, nbytes)
+
+    def _intruder(self, group: int) -> ProtocolError:
+        return ProtocolError(f"a message for group {group}, of which it is no member", reason="not a member")
 
     def _land(self, receive: Receive, group: int, tag: int, nbytes: int) -> None:
         """The rest of an eager message is still to come."""
@@ -262,7 +276,10 @@ class Inbound:
             elif nbytes:
                 receive.view[:nbytes] = message.payload
             receive.arrived(self._router.index, message.match_tag, nbytes)
-        self._consumed(message.group, message.match_tag, nbytes)
+        if message in self._unowed:
+            self._unowed.remove(message)
+        else:
+            self._consumed(message.group, message.match_tag, nbytes)
 
     # ------------------------------------------------------------------ announced transfers
 
@@ -273,13 +290,17 @@ class Inbound:
             raise ProtocolError(
                 f"a transfer of {nbytes} bytes was announced, over the limit of {limit}", reason="transfer too large"
             )
+        if flags & RPC and not nbytes:
+            raise ProtocolError("an empty request or reply was announced", reason="empty transfer")
         if ident in self._announced or ident in self._incoming:
             raise ProtocolError(f"transfer {ident} was announced twice", reason="transfer announced twice")
-        if len(self._announced) >= MAX_ANNOUNCED:
+        if len(self._announced) + len(self._incoming) + self._hub.rpc_waiting(self) >= MAX_ANNOUNCED:
             raise ProtocolError(f"more than {MAX_ANNOUNCED} transfers announced", reason="too many announcements")
         if flags & RPC:
             self._hub.rpc_announced(self, header)
             return
+        if group in self._members and self._index not in self._members[group]:
+            raise self._intruder(group)
         receive = self._hub.take_receive(self._router.index, group, tag, flags)
         if receive is not None:
             self._grant(receive, group, tag, nbytes, ident)

@@ -94,6 +94,10 @@ class OutQueue:
         """A frame that was sent in part outside the queue: its rest comes before everything else."""
         self._committed.appendleft(frame)
 
+    def waiting(self, lane: Lane) -> int:
+        """Frames of a lane that have not begun."""
+        return len(self._lanes[lane])
+
     def push_bulk(self, transfer: Transfer) -> None:
         self._bulk.append(transfer)
 

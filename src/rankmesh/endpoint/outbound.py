@@ -38,6 +38,8 @@ TURN_BYTES: Final = 4 * 1024 * 1024
 SEND_COST: Final = 512
 #: Announcements a sender may have open at its peer: each costs about SEND_COST bytes there.
 MAX_ANNOUNCED: Final = 65_536
+#: Answers that may wait for a peer which does not read, by lane: to all it may have announced, and to its requests.
+MAX_UNREAD: Final = {Lane.CONTROL: 2 * MAX_ANNOUNCED, Lane.RPC: 16_384}
 
 
 class Outbound:
@@ -180,7 +182,8 @@ class Outbound:
             return
         if self._waiting or self.paused or not self._submit(send):
             self._waiting.append(send)
-        self.flush()
+        if not self._blocked:  # else readiness flushes
+            self.flush()
 
     def _check_size(self, send: Send) -> None:
         """Refuse what the other side would refuse, before a byte is sent."""
@@ -274,7 +277,7 @@ class Outbound:
             self.advance()
 
     def abandon(self) -> list[Send]:
-        """Forget every send and return them: the peer is gone."""
+        """Forget every send; return those that somebody may wait for (nobody does for a reply): the peer is gone."""
         owners = [owner for owner in self._queue.owners() if isinstance(owner, Send)]
         stalled = [send for lane in self._stalled.values() for send in lane]
         sends = {*self._waiting, *stalled, *self._announced.values(), *owners}
@@ -282,7 +285,7 @@ class Outbound:
         self._stalled.clear()
         self._announced.clear()
         self._queue.clear()
-        return [send for send in sends if not send.finished]
+        return [send for send in sends if not send.finished and not send.flags & Flag.REPLY]
 
     # ------------------------------------------------------------------ what the other side answers
 
@@ -329,14 +332,24 @@ class Outbound:
 
     def control(self, kind: Kind, ident: int, lane: Lane = Lane.CONTROL) -> None:
         if self._link is not None:
-            self._queue.push(lane, Frame([pack(kind, ident=ident)], HEADER_BYTES))
-            self.flush()
+            self._push(lane, Frame([pack(kind, ident=ident)], HEADER_BYTES))
 
     def payload(self, kind: Kind, payload: bytes, lane: Lane = Lane.CONTROL) -> None:
         if self._link is not None:
             header = pack(kind, nbytes=len(payload))
-            self._queue.push(lane, Frame([header + payload], HEADER_BYTES + len(payload)))
+            self._push(lane, Frame([header + payload], HEADER_BYTES + len(payload)))
+
+    def _push(self, lane: Lane, frame: Frame) -> None:
+        self._queue.push(lane, frame)
+        if not self._blocked:  # else readiness flushes
             self.flush()
+        elif lane is Lane.CONTROL:
+            self.check_unread(lane)
+
+    def check_unread(self, lane: Lane) -> None:
+        """Who asks for answers and does not read them must not fill our memory."""
+        if self._queue.waiting(lane) > MAX_UNREAD[lane]:
+            self._router.lose(f"it reads nothing: {MAX_UNREAD[lane]} answers wait for it")
 
     def message(self, message: Control, kind: Kind = Kind.CONTROL, lane: Lane = Lane.CONTROL) -> None:
         self.payload(kind, encode(message), lane)

@@ -161,7 +161,8 @@ class PeerRouter:
             and self.outbound.idle
             and self.inbound.idle
             and not self.requests
-            and not self.hub.matcher.posted(source=self.index)
+            and bool(self.peer.addresses)  # else it could not be reached again
+            and not self.hub.awaits(self.index)
         )
 
     def on_control(self, message: Control) -> None:
@@ -206,6 +207,7 @@ class PeerRouter:
         if not self.gone:
             flags = Flag.REPLY | Flag.ERROR if failed else Flag.REPLY
             self.outbound.start(Send(self, "reply to", 0, ident, int(flags), parts, nbytes, self.hub.config.timeout))
+            self.outbound.check_unread(Lane.RPC)
 
     def on_rpc(self, flags: int, service: int, ident: int, payload: memoryview) -> None:
         """A request or a reply is here. `payload` is valid during the call only."""
@@ -245,6 +247,7 @@ class PeerRouter:
         # Who was away for that long is the one that was given up: what it believes of others is not for passing on.
         self.hub.lost(self, left or absence > 0)
         self._fail_all(self.lost_error)
+        self.hub.departed(self)
 
     def unreachable(self, error: PeerError) -> None:
         """No connection could be made: what waits for one fails, and the next operation tries again."""

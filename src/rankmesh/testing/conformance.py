@@ -261,9 +261,9 @@ class LinkConformance:
     def test_close_delivers_what_was_sent_although_bytes_are_unread_here(self) -> None:
         """A socket that is closed with bytes unread resets the connection, and its send queue is lost."""
         with self.pair() as (near, far):
+            taken = self.fill(near, self.rng())
             run([Pump(far, outgoing=b"never read")], self.timeout)
             assert is_ready(near, self.timeout)
-            taken = self.fill(near, self.rng())
             near.close()
             assert self.read_to_end(far) == taken
 

@@ -15,7 +15,6 @@ Rules, the same on both sides:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Final
 
 from rankmesh.errors import ProtocolError
@@ -115,10 +114,10 @@ class CreditIn:
         self.total_owed += cost
         return owed >= self._lane_due or self.total_owed >= self._peer_due
 
-    def pay(self) -> Iterator[bytes]:
+    def pay(self) -> list[bytes]:
         """The payloads of the CREDIT frames that pay everything owed."""
         self.outstanding -= self.total_owed
         self.total_owed = 0
         owed, self.owed = list(self.owed.items()), {}
-        for start in range(0, len(owed), _ENTRIES_PER_FRAME):
-            yield b"".join(_ENTRY.pack(*lane, amount) for lane, amount in owed[start : start + _ENTRIES_PER_FRAME])
+        entries = [_ENTRY.pack(*lane, amount) for lane, amount in owed]
+        return [b"".join(entries[at : at + _ENTRIES_PER_FRAME]) for at in range(0, len(entries), _ENTRIES_PER_FRAME)]

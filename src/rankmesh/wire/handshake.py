@@ -30,7 +30,7 @@ import struct
 from enum import IntEnum
 from typing import Final
 
-from rankmesh.errors import ConnectError, ProtocolError
+from rankmesh.errors import ConnectError, InternalError, ProtocolError
 from rankmesh.wire.header import VERSION
 from rankmesh.wire.messages import Identity, decode_identity, encode
 
@@ -98,8 +98,10 @@ class Handshake:
         self._key = token.encode()
         self._nonce = nonce
         self._remote_nonce = b""
-        self._expected = (Type.CHALLENGE, Type.REFUSE) if initiator else (Type.HELLO,)
+        self._expected: tuple[Type, ...] = (Type.CHALLENGE, Type.REFUSE) if initiator else (Type.HELLO,)
         self._prefix: tuple[Type, int, int] | None = None
+        #: The versions that the initiator offered; the proof covers them: nobody in between can narrow the choice.
+        self._offered = (VERSION, VERSION)
         self.wanted = _PREFIX.size
 
     def start(self) -> bytes:
@@ -125,6 +127,7 @@ class Handshake:
             case Type.AUTH:
                 self._verify(b"initiator", data)
                 self.undecided = True
+                self._expected = ()
                 self.wanted = 0
                 return b""
             case Type.WELCOME:
@@ -135,7 +138,9 @@ class Handshake:
                 raise _refusal(code, data)
 
     def accept(self) -> bytes:
-        """The acceptor's yes."""
+        """The acceptor's yes, to an initiator that proved itself."""
+        if not self.undecided:
+            raise InternalError("accept() before the initiator proved itself.")
         self.undecided = False
         self._finish()
         return self._proof(Type.WELCOME, b"acceptor")
@@ -147,6 +152,7 @@ class Handshake:
 
     def _finish(self) -> None:
         self.done = True
+        self._expected = ()
         self.wanted = 0
 
     def _read_prefix(self, data: bytes) -> tuple[Type, int, int]:
@@ -155,6 +161,8 @@ class Handshake:
             raise ProtocolError("the other side does not speak rankmesh", reason="not a rankmesh handshake")
         if number not in self._expected:
             raise ProtocolError(f"handshake message {number} out of turn", reason="handshake out of turn")
+        if code and number not in (Type.CHALLENGE, Type.REFUSE):
+            raise ProtocolError(f"a {Type(number).name} message with code {code}", reason="unknown handshake code")
         shortest, longest = _BODY_LIMIT[Type(number)]
         if not shortest <= length <= longest:
             raise ProtocolError(
@@ -164,6 +172,7 @@ class Handshake:
 
     def _on_hello(self, data: bytes) -> bytes:
         lowest, highest, self.remote_uid, self._remote_nonce = _HELLO.unpack(data)
+        self._offered = (lowest, highest)
         if not lowest <= VERSION <= highest:
             raise Refused(
                 f"it speaks versions {lowest} to {highest} of the protocol, this side {VERSION}",
@@ -185,7 +194,7 @@ class Handshake:
     def _mac(self, role: bytes, identity: bytes) -> bytes:
         mine, theirs = (self.identity.uid, self._nonce), (self.remote_uid or b"", self._remote_nonce)
         first, second = (mine, theirs) if self.initiator else (theirs, mine)
-        text = b"".join((b"rankmesh ", role, bytes([VERSION]), *first, *second, identity))
+        text = b"".join((b"rankmesh ", role, bytes([*self._offered, VERSION]), *first, *second, identity))
         return hmac.new(self._key, text, hashlib.sha256).digest()
 
     def _proof(self, kind: Type, role: bytes) -> bytes:

@@ -9,7 +9,7 @@
     24  u64  nbytes      payload that follows this header
     32  u64  extra       ANNOUNCE: size of the transfer announced; DATA: offset of the payload in it
 
-A frame is a header and `nbytes` of payload. Which kinds may carry how much is a table (`PAYLOAD_LIMIT`), checked
+A frame is a header and `nbytes` of payload. Which kinds may carry how much is a table (`Limits.payloads`), checked
 before anything is allocated. Rules of the conversation:
 
 - EAGER carries a whole message. The sender must hold credit for it (see wire/credit.py).

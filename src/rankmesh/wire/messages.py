@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from rankmesh.errors import ProtocolError
+
+#: Longest text a peer may make us show or log.
+TEXT_LIMIT: Final = 512
+
+
+def plain(text: str) -> str:
+    """Text as it may travel: what cannot be shown is replaced, and it is cut to TEXT_LIMIT."""
+    return "".join(c if c.isprintable() else "?" for c in text[:TEXT_LIMIT])
+
+
+def _plain(text: str) -> bool:
+    """Text of a peer's that can be shown: no control characters, not too long."""
+    return len(text) <= TEXT_LIMIT and text.isprintable()
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,6 +42,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
+        if not all(map(_plain, (self.name, self.host, self.run, *self.addresses))):
+            raise ValueError(f"an identity's texts are printable and have at most {TEXT_LIMIT} characters")
+        if self.eager_bytes and 2 * self.eager_bytes > min(self.lane_credit, self.peer_credit):
+            raise ValueError("an identity's credit holds two eager messages, or its small messages would never leave")
         if len(self.uid) != 16 or len(self.name) > 256 or len(self.host) > 256 or len(self.addresses) > 32:
             raise ValueError(
                 "an identity's uid has 16 bytes, its names at most 256 characters, and at most 32 addresses"
@@ -40,12 +59,20 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
 
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        if not _plain(self.reason):
+            raise ValueError(f"a reason is printable and has at most {TEXT_LIMIT} characters")
+
 
 class Lost(msgspec.Struct, tag="lost", frozen=True):
     """A third party is gone: whoever learns first tells the rest."""
 
     uid: bytes
     reason: str
+
+    def __post_init__(self) -> None:
+        if len(self.uid) != 16 or not _plain(self.reason):
+            raise ValueError(f"a uid has 16 bytes; a reason is printable and has at most {TEXT_LIMIT} characters")
 
 
 class IdleAsk(msgspec.Struct, tag="idle?", frozen=True):

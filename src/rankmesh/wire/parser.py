@@ -14,7 +14,7 @@ The caller's loop, for a connection:
 `received()` until `pending` is False, and then asks for the next header; the header in question stays in `header`.
 
 Small frames arrive many at a time in the staging buffer, and one read serves them all. The part of a payload that is
-not there yet is received straight into its place. After a DATA frame only the next header is asked for (`bulk`), so
+not there yet is received straight into its place. After a DATA frame only the next header is asked for so
 that the bytes of the next piece can go to their place too.
 """
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from rankmesh.errors import InternalError
 from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Header, Kind, explain
 
 STAGING_BYTES: Final = 64 * 1024
@@ -132,6 +133,8 @@ class Parser:
         if here:
             view[:here] = self._view[pos : self._end]
             view = view[here:]
+        if view.nbytes != nbytes - here:
+            raise InternalError(f"a payload of {nbytes} bytes was given a place of {view.nbytes + here}.")
         self._pos = self._end
         self._fill = view
         self.pending = True

@@ -47,8 +47,8 @@ class Host:
 
     def configure(self) -> None:
         self.ip("link", "set", "lo", "up")
-        # First, so that whoever takes the first address of the list takes the wrong one. A pair whose ends are both here
-        # leads nowhere, as an interface of type dummy would; but that one is not in every kernel.
+        # First, so that whoever takes the first address of the list takes the wrong one. A pair whose ends are both
+        # here leads nowhere, as an interface of type dummy would; but that one is not in every kernel.
         self.ip("link", "add", self.dummy, "type", "veth", "peer", "name", f"{self.dummy}x")
         self.ip("link", "set", f"{self.dummy}x", "up")
         self.ip("addr", "add", f"{self.unreachable[0]}/24", "dev", self.dummy)

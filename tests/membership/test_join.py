@@ -1,0 +1,211 @@
+"""join(): who is missing, who is in the way, and worlds of many ranks."""
+
+from __future__ import annotations
+
+import stat
+import tempfile
+from pathlib import Path
+from time import monotonic
+from uuid import uuid4
+
+import pytest
+
+from peers import BRIEFLY, SOON, Call
+from rankmesh import Config, ConfigError, ConnectError, JoinError, Mesh, RankmeshError, join
+from rankmesh.membership.rendezvous import rendezvous_file
+from rankmesh.testing.world import free_port, run_world
+from timing import scaled, wait_until
+
+
+def fresh_url(scheme: str) -> str:
+    return f"inproc://{uuid4().hex}" if scheme == "inproc" else f"{scheme}://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(params=["inproc", "tcp"])
+def url(request: pytest.FixtureRequest) -> str:
+    return fresh_url(request.param)
+
+
+def outcomes(*calls: Call[Mesh]) -> list[Mesh | RankmeshError]:
+    """The meshes, closed, or the errors."""
+    ended: list[Mesh | RankmeshError] = []
+    for call in calls:
+        try:
+            ended.append(call.result())
+        except RankmeshError as error:
+            ended.append(error)
+    for mesh in ended:
+        if isinstance(mesh, Mesh):
+            Call(mesh.close)
+    return ended
+
+
+def test_missing_ranks_are_named(url: str) -> None:
+    calls = [Call(join, url, rank=rank, size=4, timeout=1.0) for rank in (0, 2)]
+    for error in outcomes(*calls):
+        assert isinstance(error, JoinError)
+    errors = [error for error in outcomes(*calls) if isinstance(error, JoinError) and error.missing]
+    assert errors, "nobody says who is missing"
+    for error in errors:
+        assert error.missing == (1, 3)
+        assert error.size == 4
+        assert "missing: rank 1, 3" in str(error)
+
+
+def test_missing_rank_0_is_named(url: str) -> None:
+    began = monotonic()
+    with pytest.raises((JoinError, ConnectError)) as caught:
+        join(url, rank=1, size=2, timeout=5 * BRIEFLY)
+    assert 5 * BRIEFLY <= monotonic() - began < SOON / 2
+    assert url.partition("://")[2] in str(caught.value)
+
+
+def test_late_ranks_are_waited_for(url: str) -> None:
+    calls = [Call(join, url, rank=rank, size=3, timeout=SOON) for rank in (2, 1)]
+    assert all(call.running for call in calls)
+    with join(url, rank=0, size=3, timeout=SOON) as mesh:
+        others = [call.result() for call in calls]
+        assert sorted(other.rank for other in others) == [1, 2]
+        closing = [Call(other.close) for other in others]
+        assert mesh.size == 3
+    for call in closing:
+        call.result()
+
+
+def test_duplicate_rank_is_named(url: str) -> None:
+    first = Call(join, url, rank=1, size=3, timeout=scaled(3))
+    rank_0 = Call(join, url, rank=0, size=3, timeout=scaled(3))
+    second = Call(join, url, rank=1, size=3, timeout=scaled(3))
+    errors = [error for error in outcomes(first, second) if isinstance(error, JoinError) and "taken" in str(error)]
+    assert len(errors) == 1
+    assert "Rank 1 is taken by pid" in str(errors[0])
+    (error,) = outcomes(rank_0)
+    assert isinstance(error, JoinError)
+    assert error.missing == (2,), "the rank that came first does not count"
+
+
+def test_second_rank_0_cannot_host_the_store(url: str) -> None:
+    first = Call(join, url, rank=0, size=2, timeout=scaled(2))
+    wait_until(lambda: not first.running or len(outcomes_of_listening(url)) > 0, 5)
+    with pytest.raises(JoinError, match="cannot host the store"):
+        join(url, rank=0, size=2, timeout=scaled(2))
+    (error,) = outcomes(first)
+    assert isinstance(error, JoinError)
+    assert error.missing == (1,)
+
+
+def outcomes_of_listening(url: str) -> list[str]:
+    """Whether somebody listens there: a second listener is refused."""
+    from rankmesh import Endpoint
+
+    try:
+        Endpoint(url).close()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def test_different_sizes_are_told(url: str) -> None:
+    began = monotonic()
+    calls = [Call(join, url, rank=0, size=2, timeout=SOON), Call(join, url, rank=1, size=3, timeout=SOON)]
+    first, second = outcomes(*calls)
+    assert monotonic() - began < SOON / 2, "it waited for ranks that nobody starts"
+    assert isinstance(first, JoinError)
+    assert "world of 3" in str(first)
+    assert "this rank one of 2" in str(first)
+    assert isinstance(second, JoinError)
+
+
+def test_wrong_token_is_told(url: str) -> None:
+    rank_0 = Call(join, url, rank=0, size=2, timeout=scaled(2), token="right")
+    with pytest.raises(ConnectError) as caught:
+        join(url, rank=1, size=2, timeout=SOON, token="wrong")
+    assert caught.value.reason == "wrong or missing token"
+    (error,) = outcomes(rank_0)
+    assert isinstance(error, JoinError)
+    assert error.missing == (1,)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"rank": 0}, "needs rank= and size= together"),
+        ({"size": 2}, "needs rank= and size= together"),
+        ({"rank": 0, "size": 2}, "needs an address too"),
+        ({"url": "tcp://127.0.0.1:7000", "rank": 2, "size": 2}, "do not fit"),
+        ({"url": "tcp://127.0.0.1:7000", "rank": -1, "size": 2}, "do not fit"),
+        ({"url": "tcp://127.0.0.1:7000", "rank": 0, "size": 0}, "do not fit"),
+        ({"url": "tcp://127.0.0.1", "rank": 0, "size": 2}, "no port"),
+        ({"url": "carrier-pigeon://x", "rank": 0, "size": 2}, "carrier-pigeon"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        join(**arguments)  # type: ignore[arg-type]
+
+
+def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "RANKMESH_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(JoinError, match="rankmesh run"):
+        join()
+
+
+def _talk(mesh: Mesh) -> list[int]:
+    mesh.barrier(timeout=SOON)
+    for to in range(mesh.size):
+        mesh.send(bytes([mesh.rank]), to=to, tag=1, timeout=SOON)
+    out, seen = bytearray(1), []
+    for source in range(mesh.size):
+        mesh.recv(out, source=source, tag=1, timeout=SOON)
+        seen.append(out[0])
+    mesh.barrier(timeout=SOON)
+    return seen
+
+
+def test_16_ranks() -> None:
+    assert run_world(16, _talk, config=Config(timeout=SOON)) == [list(range(16))] * 16
+
+
+class TestRendezvousFile:
+    """mpiexec on one host gives no address: rank 0 leaves it, with a token, in a file."""
+
+    @pytest.fixture(autouse=True)
+    def _environment(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def launched(self, monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+        for name, value in (("PMI_RANK", rank), ("PMI_SIZE", size), ("MPI_LOCALNRANKS", size)):
+            monkeypatch.setenv(name, str(value))
+
+    def test_ranks_meet_and_the_file_goes(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        calls = []
+        for rank in (1, 0, 2):
+            self.launched(monkeypatch, rank, 3)
+            calls.append(Call(join, timeout=SOON))
+            wait_until(lambda: len(calls) == 1 or list(tmp_path.glob("*/*.json")) or not calls[-1].running, 5)
+            never_read_twice(calls[-1])
+        meshes = [call.result() for call in calls]
+        assert sorted(mesh.rank for mesh in meshes) == [0, 1, 2]
+        for call in [Call(mesh.close) for mesh in meshes]:
+            call.result()
+        assert list(tmp_path.glob("*/*")) == []
+
+    def test_file_is_private(self) -> None:
+        path = rendezvous_file("run")
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+    def test_folder_that_others_can_use_is_refused(self, tmp_path: Path) -> None:
+        folder = rendezvous_file("run").parent
+        folder.chmod(0o755)
+        with pytest.raises(JoinError, match="other users"):
+            rendezvous_file("run")
+
+    def test_rank_0_that_never_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched(monkeypatch, 1, 2)
+        with pytest.raises(JoinError, match="left no word") as caught:
+            join(timeout=5 * BRIEFLY)
+        assert caught.value.missing == (0,)
+
+
+def never_read_twice(call: Call[Mesh]) -> None: ...
