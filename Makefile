@@ -1,6 +1,9 @@
 # make demo      4 ranks on this machine show what works
 # make test      lint, types, all tests: what CI runs
 # make test-312  all tests under Python 3.12 (test-313: 3.13), in an environment of its own
+# make soak      the long forms of the tests: 20,000 messages from 64 threads, 20 s of computing, …
+# make fuzz      five minutes of fuzzing: the parsers, then a live endpoint over a socket
+# make bench     rankmesh beside bare sockets, gloo, MPICH and ZeroMQ, in one run (installs them into .venv-bench)
 # make format    rewrite the sources as ruff formats them
 # make clean     remove the environments and caches
 #
@@ -9,7 +12,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-312 test-313 lint pytest format clean debian-python debian-ip
+.PHONY: demo test test-312 test-313 lint pytest soak fuzz bench format clean debian-python debian-ip
 
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -33,6 +36,21 @@ pytest: debian-ip $(VENV)/installed-dev
 test-312 test-313: test-3%:
 	@python=$$(scripts/find-python 3.$*) && $(MAKE) --no-print-directory pytest VENV=.venv-3.$* PYTHON="$$python"
 
+soak: debian-ip $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+fuzz: $(VENV)/installed-dev
+	$(BIN)/python fuzz/wire.py --seconds 150
+	$(BIN)/python fuzz/sockets.py --seconds 150
+
+bench: .venv-bench/installed
+	.venv-bench/bin/python bench/p2p.py $(ARGS)
+
+.venv-bench/installed: pyproject.toml bench/requirements.txt | debian-python
+	@python=$(PYTHON) || exit; echo "Making .venv-bench with $$python" && "$$python" -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet --disable-pip-version-check --requirement bench/requirements.txt --editable .
+	@touch $@
+
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix-only --select I .
 	$(BIN)/ruff format .
@@ -53,5 +71,5 @@ debian-ip:
 	@scripts/install-debian-packages ip
 
 clean:
-	rm -rf .venv .venv-3.* .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-3.* .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,6 @@ PUBLIC = [
     "DesyncError",
     "Endpoint",
     "EpochChanged",
-    "Group",
     "InternalError",
     "JoinError",
     "Mesh",
