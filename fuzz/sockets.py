@@ -141,6 +141,9 @@ class Target:
         """Raises Finding if it died, or complained."""
         if self._process.poll() is not None:
             raise Finding(f"the endpoint's process ended with {self._process.returncode}\n{self.log()[-4000:]}")
+        self.check_log()
+
+    def check_log(self) -> None:
         log = self.log()
         for alarm in ALARMS:
             if alarm in log:
@@ -152,20 +155,23 @@ class Target:
         return self._log.read()
 
     def close(self) -> None:
-        """Let it end in order: what is still wrong shows now."""
+        """Let it end in order: what is still wrong shows now. Raises Finding."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             code = self._process.wait(30)
-        finally:
-            self._process.kill()
-            self._process.wait()
-            self._process.stdout.close()
-            log = self.log()
-            self._log.close()
-        if code or any(alarm in log for alarm in ALARMS):
-            raise Finding(f"the endpoint did not end well ({code}):\n{log[-4000:]}")
+        except subprocess.TimeoutExpired:
+            raise Finding(f"the endpoint does not close\n{self.log()[-4000:]}") from None
+        if code:
+            raise Finding(f"the endpoint ended with {code}\n{self.log()[-4000:]}")
+        self.check_log()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            assert stream is not None
+            stream.close()
 
 
 # --- one case ---------------------------------------------------------------------------------------------------------
@@ -200,6 +206,8 @@ class Case:
             nonce=random.randbytes(NONCE_BYTES),
         )
         bad = random.choice(("hello", "auth", "identity")) if random.random() < 0.4 else ""
+        if bad:
+            self._sock.settimeout(0.05)  # it may wait for more: do not wait with it until its deadline
         hello = side.start()
         self._send(corpus.mutate(random, hello) if bad == "hello" else hello)
         proof = b""
@@ -307,13 +315,14 @@ def fuzz(seed: int, seconds: float, only: int | None = None) -> Counter[str]:
         genuine.check()
         target.check()
         _check_growth(target, warm, descriptors)
+        target.close()
     except Finding as finding:
         raise Finding(
             f"{finding}\nafter case {number}: --seed {seed} --case {number - 1}, or one of those before"
         ) from None
     finally:
         genuine.close()
-        target.close()
+        target.kill()
     return outcomes
 
 

@@ -137,6 +137,7 @@ class Dial:
             self.trouble = "waiting for the connection that the other side opened"
             self._retry_later(self._connector.hub.config.handshake_timeout)
         elif isinstance(error, Refused) and error.code in _FINAL:
+            self.trouble = error.reason or error.message
             self._give_up(error)
         else:
             self._attempt_failed(error)

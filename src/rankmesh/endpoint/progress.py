@@ -248,6 +248,7 @@ class Engine:
                 self._run_timers(now)
                 continue
             if now >= deadline:
+                self._dispatch(self._poll(0, EVENTS))  # what came while this thread was kept from running counts
                 return
             if self._deferred:
                 self._step_out(work, deadline)
@@ -449,6 +450,7 @@ class Engine:
             if self.closed:
                 return
             self.closed = True
+            self._handlers.clear()  # the waker's too: it stays ready, and wakes all who sleep in epoll, leader or not
             self._waker.release()
             self.wake_background()
         if self._thread.is_alive() and self._thread is not threading.current_thread():

@@ -19,7 +19,7 @@ from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import Outbound
 from rankmesh.endpoint.transfers import Send
 from rankmesh.endpoint.work import Work
-from rankmesh.errors import ConnectError, PeerError, PeerLost, ProtocolError, RankmeshError
+from rankmesh.errors import BusyError, ConnectError, PeerError, PeerLost, ProtocolError, RankmeshError, UsageError
 from rankmesh.wire.header import Flag, Kind
 from rankmesh.wire.messages import Control, Goodbye, Identity, IdleAnswer, IdleAsk
 
@@ -206,7 +206,15 @@ class PeerRouter:
         """Answer a request. A peer that is gone needs no answer."""
         if not self.gone:
             flags = Flag.REPLY | Flag.ERROR if failed else Flag.REPLY
-            self.outbound.start(Send(self, "reply to", 0, ident, int(flags), parts, nbytes, self.hub.config.timeout))
+            send = Send(self, "reply to", 0, ident, int(flags), parts, nbytes, self.hub.config.timeout)
+            try:
+                self.outbound.start(send)
+            except (UsageError, BusyError) as error:  # larger than the other side takes, or too many wait
+                text = error.message.encode()
+                if failed:
+                    logger.warning("Cannot answer %s: %s", self.peer, error.message)
+                else:
+                    self.reply(ident, [memoryview(text)], len(text), failed=True)
             self.outbound.check_unread(Lane.RPC)
 
     def on_rpc(self, flags: int, service: int, ident: int, payload: memoryview) -> None:

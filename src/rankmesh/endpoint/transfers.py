@@ -126,6 +126,9 @@ class Posted(Work[Status]):
                 engine.drive(self, self.began + self.timeout)
                 if not self.finished:
                     self._give_up(self._late(self.timeout))
+        except BaseException:
+            self._interrupted()
+            raise
         finally:
             engine.release()
         if self._error is not None:

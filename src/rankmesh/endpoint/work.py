@@ -141,12 +141,16 @@ class Work(Generic[T]):
             deadline = monotonic() + timeout
         try:
             self._engine.drive(self, deadline)
-        except BaseException:  # a signal's handler raised: nobody waits any more, and the buffer is the caller's
-            if not self.finished:
-                self._give_up(CancelledError(f"{self._describe()} was interrupted."))
+        except BaseException:
+            self._interrupted()
             raise
         if not self.finished:
             self._give_up(self._late(timeout))
+
+    def _interrupted(self) -> None:
+        """A signal's handler raised: nobody waits any more, and the buffer is the caller's."""
+        if not self.finished:
+            self._give_up(CancelledError(f"{self._describe()} was interrupted."))
 
     def _expire(self) -> None:
         with self._engine:
