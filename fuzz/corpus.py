@@ -21,9 +21,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from rankmesh.wire.credit import OVERHEAD
 from rankmesh.wire.handshake import NONCE_BYTES, Handshake
 from rankmesh.wire.header import DATA_LIMIT, HEADER, HEADER_BYTES, VERSION, Flag, Kind, Limits, pack
-from rankmesh.wire.messages import Control, Goodbye, Identity, IdleAnswer, IdleAsk, Lost, encode
+from rankmesh.wire.messages import TEXT_LIMIT, Control, Goodbye, Identity, IdleAnswer, IdleAsk, Lost, encode
 
 #: Small enough that inputs just below and just above every limit are cheap to make.
 LIMITS: Final = Limits(eager=4096, message=1 << 20, rpc=1 << 18)
@@ -38,17 +39,21 @@ Maker = Callable[[Random], bytes]
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
 
-def text(random: Random, longest: int = 24) -> str:
-    alphabet = "abc /\\\n\0\x7fé漢😀\u202e"
+def text(random: Random, longest: int = 24, alphabet: str = "abc /\\\n\0\x7fé漢😀\u202e") -> str:
     return "".join(random.choice(alphabet) for _ in range(random.randint(0, longest)))
+
+
+def printable(random: Random, longest: int = 24) -> str:
+    """What a message may say."""
+    return text(random, longest, alphabet="abc /\\é漢😀")
 
 
 def control(random: Random) -> bytes:
     """The payload of a CONTROL or GOODBYE frame."""
     message: Control = random.choice(
         (
-            Goodbye(text(random)),
-            Lost(random.randbytes(16), text(random)),
+            Goodbye(printable(random, TEXT_LIMIT)),
+            Lost(random.randbytes(16), printable(random)),
             IdleAsk(),
             IdleAnswer(random.random() < 0.5),
         )
@@ -57,17 +62,19 @@ def control(random: Random) -> bytes:
 
 
 def make_identity(random: Random) -> Identity:
+    eager = random.choice(EDGES)
+    credit = [limit for limit in EDGES + HUGE if not eager or limit >= 2 * (eager + OVERHEAD)]
     return Identity(
         uid=random.randbytes(16),
-        name=text(random),
-        host=text(random),
+        name=printable(random),
+        host=printable(random),
         pid=random.choice((0, 1, 2**22, 2**63)),
         addresses=tuple(f"tcp://10.0.0.{n}:{random.randrange(1 << 16)}" for n in range(random.choice((0, 1, 2, 32)))),
         rank=random.choice((None, 0, 1023)),
-        run=text(random),
-        eager_bytes=random.choice((0, *EDGES)),
-        lane_credit=random.choice(EDGES + HUGE),
-        peer_credit=random.choice(EDGES + HUGE),
+        run=printable(random, TEXT_LIMIT),
+        eager_bytes=eager,
+        lane_credit=random.choice(credit),
+        peer_credit=random.choice(credit),
         max_message=random.choice(EDGES + HUGE),
         max_rpc=random.choice(EDGES + HUGE),
         allow_pickle=random.random() < 0.5,
@@ -177,9 +184,7 @@ def acceptor_stream(pair: Sides) -> bytes:
 
 
 def auth_stream(pair: Sides, identity: bytes) -> bytes:
-    """HELLO and AUTH of one who knows the token and proves whatever bytes it likes as its identity.
-
-    """
+    """HELLO and AUTH of one who knows the token and proves whatever bytes it likes as its identity."""
     hello = pair.initiator.start()
     challenge = b"".join(feed(pair.acceptor, hello)[0])
     return hello + proof(hello, challenge[8:], identity)
@@ -190,7 +195,8 @@ def proof(hello: bytes, challenge: bytes, identity: bytes) -> bytes:
 
     It is made here from the handshake's description, not by its code: an independent reading of the protocol.
     """
-    proved = b"rankmesh initiator" + bytes([VERSION]) + hello[10:] + challenge + identity
+    offered, uid_and_nonce = hello[8:10], hello[10:]
+    proved = b"rankmesh initiator" + offered + bytes([VERSION]) + uid_and_nonce + challenge + identity
     body = hmac.digest(TOKEN.encode(), proved, "sha256") + identity
     return b"RMSH" + struct.pack("<BBH", 3, 0, len(body)) + body
 

@@ -29,15 +29,24 @@ from pathlib import Path
 from random import Random, SystemRandom
 from typing import Final
 
-import corpus
 import msgspec
 
+import corpus
 from rankmesh import codec
 from rankmesh.errors import CodecError, ConnectError, ProtocolError
 from rankmesh.wire.credit import CreditOut
 from rankmesh.wire.handshake import LONGEST
 from rankmesh.wire.header import DATA_LIMIT, HEADER, HEADER_BYTES, VERSION
-from rankmesh.wire.messages import decode_control, decode_identity, encode
+from rankmesh.wire.messages import (
+    TEXT_LIMIT,
+    Goodbye,
+    IdleAnswer,
+    IdleAsk,
+    Lost,
+    decode_control,
+    decode_identity,
+    encode,
+)
 from rankmesh.wire.parser import Parser
 
 #: The first TRACED of every PERIOD executions are traced for memory, which makes them several times slower. In one go,
@@ -139,16 +148,15 @@ class _Stream:
         # pieces of one byte are worth their time in short streams only
         self.most = max(random.choice((1, 39, 40, 41, 1000, 1 << 20)), len(data) // 256)
 
-    def read(self, parser: Parser) -> bool:
+    def fill(self, parser: Parser) -> int:
+        """Put the next piece where it belongs, and leave it to the caller to tell the parser."""
         target = parser.target()
         if not target.nbytes:
             raise AssertionError("an empty target: recv_into would take it for the end of the stream")
         size = min(target.nbytes, len(self.data) - self.at, self.random.randint(1, self.most))
         target[:size] = self.data[self.at : self.at + size]
         self.at += size
-        if size:
-            parser.received(size)
-        return size > 0
+        return size
 
 
 def _payload(parser: Parser, stream: _Stream, nbytes: int) -> bytes | None:
@@ -161,7 +169,8 @@ def _payload(parser: Parser, stream: _Stream, nbytes: int) -> bytes | None:
         parser.drop()
     else:
         parser.into(memoryview(place))
-    while parser.pending and stream.read(parser):
+    while parser.pending and (size := stream.fill(parser)):
+        assert parser.feed(size) is None, "a header in the middle of a payload, or before it was asked for"
         if way == 3 and stream.random.random() < 0.2:
             parser.divert()
             way = 1
@@ -174,9 +183,9 @@ def run_parser(data: bytes, random: Random) -> object:
     count = 0
     try:
         while True:
-            while (header := parser.next_header()) is None:
-                if not stream.read(parser):
-                    break
+            header = parser.next_header()
+            while header is None and (size := stream.fill(parser)):
+                header = parser.feed(size)
             if header is None:
                 break
             payload = _payload(parser, stream, header[6])
@@ -243,8 +252,18 @@ def make_insider(random: Random) -> bytes:
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
 
+def _shown(text: str) -> bool:
+    """It may be shown to a user: no line breaks, no escape sequences, not too long."""
+    return len(text) <= TEXT_LIMIT and text.isprintable()
+
+
 def run_control(data: bytes, _: Random) -> object:
     message = decode_control(memoryview(data))
+    match message:
+        case Goodbye(reason) | Lost(_, reason):
+            assert _shown(reason)
+        case IdleAsk() | IdleAnswer():
+            pass
     assert decode_control(memoryview(encode(message))) == message
     return type(message)
 
@@ -252,6 +271,8 @@ def run_control(data: bytes, _: Random) -> object:
 def run_identity(data: bytes, _: Random) -> object:
     found = decode_identity(data)
     assert len(found.uid) == 16
+    assert all(map(_shown, (found.name, found.host, found.run, *found.addresses)))
+    assert not found.eager_bytes or found.eager_bytes < min(found.lane_credit, found.peer_credit)
     assert decode_identity(encode(found)) == found
     return found.allow_pickle
 

@@ -12,7 +12,7 @@ from rankmesh.config import Config
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Endpoint, Peer, Status, Work
 from rankmesh.endpoint.messages import Messages
 from rankmesh.endpoint.router import PeerRouter, Router
-from rankmesh.errors import ConfigError, JoinError, UsageError
+from rankmesh.errors import ConfigError, JoinError, PeerLost, UsageError
 from rankmesh.membership.environment import detect
 from rankmesh.membership.rendezvous import Meeting, Member, host_store, meet, open_endpoint, read_file
 from rankmesh.membership.store import StoreServer
@@ -210,11 +210,18 @@ class Mesh:
         return self._messages.iprobe(self._source(source)[1], tag)
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every rank has called it: by dissemination, in ceil(log2(size)) rounds."""
+        """Wait until every rank has called it: by dissemination, in ceil(log2(size)) rounds. If a rank is lost, it
+        fails on all others."""
+        for router in self._routers:
+            if router.gone:
+                raise router.lost_error("barrier with", None)
         distance, tag = 1, _BARRIER
         while distance < self.size:
-            ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            self._messages.signal(self._routers[ahead], tag, timeout)
+            ahead, behind = self._routers[(self.rank + distance) % self.size], (self.rank - distance) % self.size
+            try:
+                self._messages.signal(ahead, tag, timeout)
+            except PeerLost:
+                raise ahead.lost_error("barrier with", None) from None
             self._messages.await_signal("barrier with", self.peers[behind], self._routers[behind].index, tag, timeout)
             distance, tag = 2 * distance, tag - 1
 
@@ -236,14 +243,23 @@ class Mesh:
         if router.index not in self._ranks or self._hub.closed:
             return
         logger.log(logging.INFO if left else logging.WARNING, "%s is lost: %s.", router.peer, router.gone)
+        if not left:
+            self._end_barriers(router)
         if not left and router.peer.uid is not None:
             news = Lost(router.peer.uid, plain(router.gone))
             for other in self._routers:
                 if isinstance(other, PeerRouter) and other.link is not None:
                     other.outbound.message(news)
 
+    def _end_barriers(self, lost: PeerRouter) -> None:
+        """A barrier needs every rank: those who wait in it for another one, which cannot come either, need not wait."""
+        for receive in self._hub.matcher.posted(group=_WORLD):
+            if receive.match_tag <= _BARRIER:
+                self._hub.matcher.unpost(receive)
+                receive.fail(lost.lost_error(receive.op, receive.tag))
+
     def _on_control(self, peer: Peer, message: Control) -> None:
-        if isinstance(message, Lost):
+        if isinstance(message, Lost) and peer in self.peers:
             lost = self._endpoint.member(message.uid)
             if lost is not None and isinstance(lost.router, PeerRouter):
                 lost.router.lose(message.reason)

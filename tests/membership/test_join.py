@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from time import monotonic
@@ -13,8 +16,9 @@ import pytest
 from peers import BRIEFLY, SOON, Call
 from rankmesh import Config, ConfigError, ConnectError, JoinError, Mesh, RankmeshError, join
 from rankmesh.membership.rendezvous import rendezvous_file
+from rankmesh.membership.store import StoreServer
 from rankmesh.testing.world import free_port, run_world
-from timing import scaled, wait_until
+from timing import scaled
 
 
 def fresh_url(scheme: str) -> str:
@@ -85,24 +89,9 @@ def test_duplicate_rank_is_named(url: str) -> None:
 
 
 def test_second_rank_0_cannot_host_the_store(url: str) -> None:
-    first = Call(join, url, rank=0, size=2, timeout=scaled(2))
-    wait_until(lambda: not first.running or len(outcomes_of_listening(url)) > 0, 5)
-    with pytest.raises(JoinError, match="cannot host the store"):
-        join(url, rank=0, size=2, timeout=scaled(2))
-    (error,) = outcomes(first)
-    assert isinstance(error, JoinError)
-    assert error.missing == (1,)
-
-
-def outcomes_of_listening(url: str) -> list[str]:
-    """Whether somebody listens there: a second listener is refused."""
-    from rankmesh import Endpoint
-
-    try:
-        Endpoint(url).close()
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    with StoreServer(url, Config()), pytest.raises(JoinError, match="cannot host the store") as caught:
+        join(url, rank=0, size=2, timeout=SOON)
+    assert "in use" in str(caught.value)
 
 
 def test_different_sizes_are_told(url: str) -> None:
@@ -135,7 +124,7 @@ def test_wrong_token_is_told(url: str) -> None:
         ({"url": "tcp://127.0.0.1:7000", "rank": 2, "size": 2}, "do not fit"),
         ({"url": "tcp://127.0.0.1:7000", "rank": -1, "size": 2}, "do not fit"),
         ({"url": "tcp://127.0.0.1:7000", "rank": 0, "size": 0}, "do not fit"),
-        ({"url": "tcp://127.0.0.1", "rank": 0, "size": 2}, "no port"),
+        ({"url": "tcp://127.0.0.1", "rank": 0, "size": 2}, "port"),
         ({"url": "carrier-pigeon://x", "rank": 0, "size": 2}, "carrier-pigeon"),
     ],
 )
@@ -170,26 +159,35 @@ def test_16_ranks() -> None:
 class TestRendezvousFile:
     """mpiexec on one host gives no address: rank 0 leaves it, with a token, in a file."""
 
+    PROGRAM = "import rankmesh; mesh = rankmesh.join(); mesh.barrier(); print(mesh.rank, mesh.size); mesh.close()"
+
     @pytest.fixture(autouse=True)
-    def _environment(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def _own_folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def launched(self, monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-        for name, value in (("PMI_RANK", rank), ("PMI_SIZE", size), ("MPI_LOCALNRANKS", size)):
-            monkeypatch.setenv(name, str(value))
+    def environment(self, rank: int, size: int) -> dict[str, str]:
+        """As MPICH's mpiexec sets it."""
+        return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALNRANKS": str(size)}
 
-    def test_ranks_meet_and_the_file_goes(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        calls = []
-        for rank in (1, 0, 2):
-            self.launched(monkeypatch, rank, 3)
-            calls.append(Call(join, timeout=SOON))
-            wait_until(lambda: len(calls) == 1 or list(tmp_path.glob("*/*.json")) or not calls[-1].running, 5)
-            never_read_twice(calls[-1])
-        meshes = [call.result() for call in calls]
-        assert sorted(mesh.rank for mesh in meshes) == [0, 1, 2]
-        for call in [Call(mesh.close) for mesh in meshes]:
-            call.result()
-        assert list(tmp_path.glob("*/*")) == []
+    def test_processes_meet_and_the_file_goes(self, tmp_path: Path) -> None:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", self.PROGRAM],
+                env={**os.environ, **self.environment(rank, 3), "TMPDIR": str(tmp_path)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in (1, 0, 2)
+        ]
+        try:
+            results = [process.communicate(timeout=2 * SOON) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        assert [out for out, _ in results] == ["1 3\n", "0 3\n", "2 3\n"], [err for _, err in results]
+        assert list(tmp_path.glob("*/*")) == [], "the file with the token is left behind"
 
     def test_file_is_private(self) -> None:
         path = rendezvous_file("run")
@@ -202,10 +200,8 @@ class TestRendezvousFile:
             rendezvous_file("run")
 
     def test_rank_0_that_never_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.launched(monkeypatch, 1, 2)
+        for name, value in self.environment(1, 2).items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(JoinError, match="left no word") as caught:
             join(timeout=5 * BRIEFLY)
         assert caught.value.missing == (0,)
-
-
-def never_read_twice(call: Call[Mesh]) -> None: ...

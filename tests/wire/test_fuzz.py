@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -21,17 +20,15 @@ FUZZ = Path(__file__).parents[2] / "fuzz"
 
 
 @pytest.fixture
-def fuzzer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def fuzzer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """fuzz/wire.py as a module of its own, with nothing learnt yet."""
-    monkeypatch.syspath_prepend(str(FUZZ))
     spec = importlib.util.spec_from_file_location("fuzz_wire", FUZZ / "wire.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "fuzz_wire", module)  # where dataclasses look their annotations up
     spec.loader.exec_module(module)
-    yield module
-    sys.modules.pop("corpus", None)
+    return module
 
 
 def test_nothing_is_found(fuzzer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

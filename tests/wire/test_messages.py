@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankmesh.errors import ProtocolError
+from rankmesh.wire.credit import OVERHEAD
 from rankmesh.wire.messages import (
+    TEXT_LIMIT,
     Control,
     Goodbye,
     Identity,
@@ -20,6 +22,7 @@ from rankmesh.wire.messages import (
     decode_control,
     decode_identity,
     encode,
+    plain,
 )
 
 FIELDS: dict[str, Any] = {
@@ -35,16 +38,33 @@ FIELDS: dict[str, Any] = {
 }
 OPTIONAL: dict[str, Any] = {"addresses": (), "rank": None, "run": "", "allow_pickle": False}
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
+any_texts = st.text(st.characters(), max_size=50)
+texts = any_texts.map(plain)
 sizes = st.integers(0, 2**64 - 1)
 controls: st.SearchStrategy[Control] = st.one_of(
     st.builds(Goodbye, texts),
-    st.builds(Lost, st.binary(max_size=20), texts),
+    st.builds(Lost, st.binary(min_size=16, max_size=16), texts),
     st.builds(IdleAsk),
     st.builds(IdleAnswer, st.booleans()),
 )
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> dict[str, int]:
+    """Credit that holds two eager messages, or no eager messages."""
+    eager = draw(st.just(0) | st.integers(1, 2**62))
+    credit = st.integers(2 * (eager + OVERHEAD) if eager else 0, 2**64 - 1)
+    return {"eager_bytes": eager, "lane_credit": draw(credit), "peer_credit": draw(credit)}
+
+
+def with_limits(identity: dict[str, Any], credit: dict[str, int]) -> Identity:
+    return Identity(**identity, **credit)
+
+
 identities = st.builds(
-    Identity,
+    with_limits,
+    st.fixed_dictionaries(
+        {
     uid=st.binary(min_size=16, max_size=16),
     name=texts,
     host=texts,

@@ -403,19 +403,21 @@ class Connector:
 
     # ------------------------------------------------------------------ the end
 
-    def close(self) -> None:
-        """Stop listening and drop what has not come about yet."""
+    def close(self) -> list[Work[Peer]]:
+        """Stop listening and drop what has not come about yet; those who wait for it are returned."""
         for listener in self._listeners:
             self.hub.engine.unwatch(listener.fileno())
             listener.close()
         self._listeners.clear()
-        for dial in list(self._dials.values()):
+        waiting = [dial.work for dial in self._dials.values() if dial.work is not None]
+        for dial in self._dials.values():
             dial.cancel()
         self._dials.clear()
         for admission in [*self._accepting, *self._dialing]:
             admission.drop()
         self._accepting.clear()
         self._dialing.clear()
+        return waiting
 
 
 def _is_connected(router: PeerRouter) -> bool:

@@ -356,14 +356,14 @@ class Endpoint:
         self.hub.engine.stop()
 
     def _free(self, routers: list[PeerRouter]) -> None:
-        self._connector.close()
+        connecting = self._connector.close()
 
         def closed(op: str, tag: int | None) -> ClosedError:
             return ClosedError(f"{self.hub.closed} The {op.split(maxsplit=1)[0]} under way ended with it.")
 
         for router in routers:
             router.free(closed)
-        for work in (*self.hub.abandon(), *self._accepts):
+        for work in (*connecting, *self.hub.abandon(), *self._accepts):
             work.fail(closed(work.op, work.tag))
 
     def __enter__(self) -> Self:

@@ -125,17 +125,16 @@ class Inbound:
                 self._router.ended(parser.at_boundary())
                 return
             self.heard = True
+            frames = self.frames
             header = parser.feed(got)
             if header is not None:
-                frames = self.frames
                 self._parse(header)
-                budget -= FRAME_COST * (self.frames - frames)
             elif self._then is not None and not parser.pending:
                 then, self._then, self._landing = self._then, None, None
                 then()
             if got < len(target) and self._drained:
                 return
-            budget -= got
+            budget -= got + FRAME_COST * (self.frames - frames)
             if budget <= 0:
                 return
 
@@ -198,16 +197,17 @@ class Inbound:
     def _on_eager(self, header: Header) -> None:
         _, _, flags, group, tag, _, nbytes, _ = header
         self.bytes += nbytes
-        if group in self._members and self._index not in self._members[group]:
+        index = self._index
+        receive = self._matcher.take_posted(group, index, tag)
+        if (receive is None or receive.source != index) and index not in self._members.get(group, (index,)):
             raise self._intruder(group)
-        receive = self._matcher.take_posted(group, self._index, tag)
         if receive is not None:
             view = receive.view
             if view is not None and view.nbytes == nbytes and not flags and not receive.wants_object:
                 if self._parser.into(view):  # the common case, with as few steps as possible
                     if self._credit.passed((group, tag), nbytes + OVERHEAD):
                         self._pay()
-                    receive.arrived(self._index, tag, nbytes)
+                    receive.arrived(index, tag, nbytes)
                     return
                 self._credit.arrived(nbytes + OVERHEAD)
                 self._land(receive, group, tag, nbytes)

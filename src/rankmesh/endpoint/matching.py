@@ -41,7 +41,8 @@ class Matcher(Generic[R, M]):
     """Posted receives (R) and unexpected messages (M) of one endpoint."""
 
     def __init__(self) -> None:
-        self._posted: dict[Key, deque[R]] = {}
+        #: A lone receive stands for itself: most wait alone, and making a queue for each would cost more than the match.
+        self._posted: dict[Key, R | deque[R]] = {}
         self._unexpected: dict[Key, deque[M]] = {}
         self._wildcards = 0
         self._order = 0
@@ -53,21 +54,24 @@ class Matcher(Generic[R, M]):
         self._order += 1
         receive.order = self._order
         key = (receive.group, receive.source, receive.match_tag)
-        queue = self._posted.get(key)
-        if queue is None:
-            self._posted[key] = deque((receive,))
+        entry = self._posted.get(key)
+        if entry is None:
+            self._posted[key] = receive
+        elif isinstance(entry, deque):
+            entry.append(receive)
         else:
-            queue.append(receive)
-        if receive.source < 0 or receive.match_tag == ANY_TAG:
+            self._posted[key] = deque((entry, receive))
+        if key[1] < 0 or key[2] == ANY_TAG:
             self._wildcards += 1
 
     def repost(self, receive: R) -> None:
         """Put back a receive whose message was withdrawn, at its old place."""
         key = (receive.group, receive.source, receive.match_tag)
-        queue = self._posted.setdefault(key, deque())
+        queue = self._queue(key)
         at = next((i for i, other in enumerate(queue) if other.order > receive.order), len(queue))
         queue.insert(at, receive)
-        if receive.source < 0 or receive.match_tag == ANY_TAG:
+        self._posted[key] = queue
+        if key[1] < 0 or key[2] == ANY_TAG:
             self._wildcards += 1
 
     def take_posted(self, group: int, source: int, tag: int) -> R | None:
@@ -78,27 +82,29 @@ class Matcher(Generic[R, M]):
             fitting = [k for k in keys if k in self._posted]
             if not fitting:
                 return None
-            key = min(fitting, key=lambda k: self._posted[k][0].order)
-        queue = self._posted.get(key)
-        if queue is None:
-            return None
-        receive = queue.popleft()
-        if not queue:
-            del self._posted[key]
-        if key[1] < 0 or key[2] == ANY_TAG:
-            self._wildcards -= 1
+            key = min(fitting, key=lambda k: self._queue(k)[0].order)
+            if key[1] < 0 or key[2] == ANY_TAG:
+                self._wildcards -= 1
+        entry = self._posted.pop(key, None)
+        if entry.__class__ is not deque:
+            return entry  # type: ignore[return-value]  # None, or the only receive
+        receive: R = entry.popleft()  # type: ignore[union-attr]
+        if entry:
+            self._posted[key] = entry
         return receive
 
     def unpost(self, receive: R) -> bool:
         """Forget a receive. False: it is not posted (any more)."""
         key = (receive.group, receive.source, receive.match_tag)
-        queue = self._posted.get(key)
-        if queue is None or receive not in queue:
+        queue = self._queue(key)
+        if receive not in queue:
             return False
         queue.remove(receive)
-        if not queue:
+        if queue:
+            self._posted[key] = queue
+        else:
             del self._posted[key]
-        if receive.source < 0 or receive.match_tag == ANY_TAG:
+        if key[1] < 0 or key[2] == ANY_TAG:
             self._wildcards -= 1
         return True
 
@@ -106,11 +112,18 @@ class Matcher(Generic[R, M]):
         """The posted receives, in order; only those that name `source` or `group` where given."""
         found = (
             receive
-            for (of_group, of_source, _), queue in self._posted.items()
-            if source in (None, of_source) and group in (None, of_group)
-            for receive in queue
+            for key in self._posted
+            if source in (None, key[1]) and group in (None, key[0])
+            for receive in self._queue(key)
         )
         return sorted(found, key=lambda receive: receive.order)
+
+    def _queue(self, key: Key) -> deque[R]:
+        """The receives of a key, whichever way they are kept."""
+        entry = self._posted.get(key)
+        if entry is None:
+            return deque()
+        return entry if isinstance(entry, deque) else deque((entry,))
 
     # ------------------------------------------------------------------ messages
 
@@ -163,6 +176,6 @@ class Matcher(Generic[R, M]):
             yield from list(queue)
 
     def __repr__(self) -> str:
-        receives = sum(map(len, self._posted.values()))
+        receives = len(self.posted())
         messages = sum(map(len, self._unexpected.values()))
         return f"<Matcher {receives} receives posted, {messages} messages waiting>"

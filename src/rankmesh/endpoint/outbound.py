@@ -54,7 +54,8 @@ class Outbound:
         self._stalled: dict[CreditLane, deque[Send]] = {}
         self._announced: dict[int, Send] = {}
         self._last_ident = 0
-        self._blocked = False
+        #: The link took no more; it is watched for writing.
+        self.blocked = False
         self._engine = router.engine
         #: There is a connection and nothing waits: a small message may go out at once.
         self._clear = False
@@ -72,7 +73,7 @@ class Outbound:
         self._link_sendmsg = link.sendmsg
         self._eager_limit = min(self._config.eager_bytes, remote.eager_bytes)
         self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
-        self._blocked = self.paused = False
+        self.blocked = self.paused = False
         self.spoke = True
         self.advance()
 
@@ -94,11 +95,6 @@ class Outbound:
     def idle(self) -> bool:
         """Everything that was started has left this process."""
         return not (self._queue or self._waiting or self._stalled or self._announced)
-
-    @property
-    def blocked(self) -> bool:
-        """The link took no more; it is watched for writing."""
-        return self._blocked
 
     def new_ident(self) -> int:
         self._last_ident += 1
@@ -131,11 +127,14 @@ class Outbound:
                 if sent == HEADER_BYTES + nbytes:
                     return None
                 return self._send_rest(header, sent, group, tag, flags, parts, nbytes, timeout)
+            self._router.hub.check_open()
             send = Send(self._router, "send to", group, tag, flags, parts, nbytes, timeout)
             self.start(send)
             return send
         finally:
-            engine.release()
+            engine.lock.release()
+            if engine.deferred or engine.contenders:
+                engine.after_release()
 
     def _not_sent(self, error: OSError, tag: int) -> int:
         """The link took nothing: not now, or never again."""
@@ -182,7 +181,7 @@ class Outbound:
             return
         if self._waiting or self.paused or not self._submit(send):
             self._waiting.append(send)
-        if not self._blocked:  # else readiness flushes
+        if not self.blocked:  # else readiness flushes
             self.flush()
 
     def _check_size(self, send: Send) -> None:
@@ -341,7 +340,7 @@ class Outbound:
 
     def _push(self, lane: Lane, frame: Frame) -> None:
         self._queue.push(lane, frame)
-        if not self._blocked:  # else readiness flushes
+        if not self.blocked:  # else readiness flushes
             self.flush()
         elif lane is Lane.CONTROL:
             self.check_unread(lane)
@@ -387,7 +386,7 @@ class Outbound:
                 return
 
     def _watch_writes(self, wanted: bool) -> None:
-        if self._blocked != wanted and self._link is not None:
-            self._blocked = wanted
+        if self.blocked != wanted and self._link is not None:
+            self.blocked = wanted
             self._link.wants_write(wanted)
             self._router.engine.modify(self._link.fileno(), self._link.poll_mask())

@@ -98,7 +98,8 @@ class Engine:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._next_timer = math.inf
-        self._deferred: deque[Callable[[], None]] = deque()
+        #: Users' callbacks to be run without the lock.
+        self.deferred: deque[Callable[[], None]] = deque()
         self._followers: dict[Waited, threading.Lock] = {}
         self._spin = Spin(spin)
         self._waker = Waker()
@@ -130,7 +131,12 @@ class Engine:
     def release(self) -> None:
         """Give the lock back, run what was deferred, and let others have it first if they wait."""
         self.lock.release()
-        if self._deferred:
+        if self.deferred or self.contenders:
+            self.after_release()
+
+    def after_release(self) -> None:
+        """What whoever gives the lock back owes the others. Without the lock."""
+        if self.deferred:
             self._run_deferred()
         if self.contenders:
             sleep(STEP_ASIDE)
@@ -164,7 +170,7 @@ class Engine:
 
     def defer(self, callback: Callable[[], None]) -> None:
         """Run a user's callback soon, without the lock."""
-        self._deferred.append(callback)
+        self.deferred.append(callback)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any
@@ -250,7 +256,7 @@ class Engine:
             if now >= deadline:
                 self._dispatch(self._poll(0, EVENTS))  # what came while this thread was kept from running counts
                 return
-            if self._deferred:
+            if self.deferred:
                 self._step_out(work, deadline)
                 return
             work.parker = self._waker
@@ -286,7 +292,7 @@ class Engine:
                     return
                 self.lock.release()
                 try:
-                    if self._deferred:
+                    if self.deferred:
                         self._run_deferred()
                     parker.acquire(timeout=min(remaining, threading.TIMEOUT_MAX))
                 finally:
@@ -331,9 +337,9 @@ class Engine:
 
     def _run_deferred(self) -> None:
         """Users' callbacks, without the lock. One that raises is logged and spoils nothing else."""
-        while self._deferred:
+        while self.deferred:
             try:
-                callback = self._deferred.popleft()
+                callback = self.deferred.popleft()
             except IndexError:  # another thread took the last one
                 return
             try:
@@ -372,7 +378,7 @@ class Engine:
                     return
             finally:
                 self.lock.release()
-            if self._deferred:
+            if self.deferred:
                 self._run_deferred()
                 continue
             self._nap_lock.acquire(timeout=-1 if parked else nap)
@@ -399,7 +405,7 @@ class Engine:
                 if now >= self._next_timer:
                     self._run_timers(now)
                     continue
-                if self._deferred:
+                if self.deferred:
                     return  # users' callbacks run while nobody leads
                 if self._spin.worthwhile() and self._poll_in_background():
                     continue

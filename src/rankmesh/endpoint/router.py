@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rankmesh")
 
+_IN: Final = select.EPOLLIN
 _OUT: Final = select.EPOLLOUT
 
 
@@ -103,6 +104,12 @@ class PeerRouter:
         """The link can do something."""
         link = self.link
         if link is None:
+            return
+        if mask == _IN and not self.outbound.blocked:
+            try:
+                self.inbound.read()
+            except Exception as error:  # noqa: BLE001  # see `failed`
+                self.failed(error)
             return
         if self.outbound.blocked and (mask & _OUT or not link.poll_mask() & _OUT):
             self.outbound.flush()

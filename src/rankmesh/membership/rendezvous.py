@@ -26,7 +26,7 @@ import msgspec
 
 from rankmesh.config import Config
 from rankmesh.endpoint import Endpoint
-from rankmesh.errors import ConfigError, DeadlineError, JoinError
+from rankmesh.errors import ConfigError, DeadlineError, JoinError, PeerLost
 from rankmesh.membership.environment import Placement, is_loopback
 from rankmesh.membership.interfaces import choose_address
 from rankmesh.membership.store import StoreClient, StoreServer
@@ -234,9 +234,9 @@ def meet(endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:
     remaining = max(deadline - monotonic(), 0.1)
     try:
         found = store.get_many(keys, remaining)
-    except DeadlineError as error:
+    except (DeadlineError, PeerLost) as error:
         raise JoinError(
-            f"The store at {peer} stopped answering while the world came together. Look at that process.",
+            f"The store ({peer}) stopped answering while the world came together. Look at that process's output.",
             size=meeting.size,
         ) from error
     missing = tuple(rank for rank, key in enumerate(keys) if key not in found)

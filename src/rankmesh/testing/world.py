@@ -103,9 +103,8 @@ def _process_main(rank: int, pipe: Any, settings: tuple[Any, ...]) -> None:
     try:
         pipe.send(outcome)
     except Exception as error:  # noqa: BLE001  # a result or an exception that cannot be pickled
-        pipe.send(
-            (monotonic(), None, (RankmeshError(f"Rank {rank}'s outcome cannot be pickled: {error!r}."), str(outcome)))
-        )
+        text = f"Rank {rank}'s outcome cannot be pickled: {error!r}. It is {outcome}."
+        pipe.send((monotonic(), None, (RankmeshError(text), text)))
     finally:
         pipe.close()
 

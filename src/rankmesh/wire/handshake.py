@@ -10,9 +10,9 @@ Rules:
 
 - Each message is an 8-byte prefix (magic, type, code, body length) and a body. Which type may come next, and how
   long its body may be, is fixed by the state, and checked on the prefix alone: a stranger costs at most LONGEST bytes.
-- The HMAC-SHA256 (key: the token) covers the role, the version, both nonces, both uids and the identity. Role and
-  nonces keep a proof from being replayed or reflected. An identity is decoded only after its HMAC was found right,
-  in constant time.
+- The HMAC-SHA256 (key: the token) covers the role, the versions offered and the one chosen, both uids and nonces, and
+  the identity. Role and nonces keep a proof from being replayed or reflected, the versions keep one in between from
+  narrowing the choice. An identity is decoded only after its HMAC was found right, in constant time.
 - The initiator proves itself first: the acceptor shows nothing to strangers but its uid and a nonce.
 - `wanted` says how many bytes to read next; reading no more leaves the first frame for the frame parser.
 - After AUTH the acceptor's owner decides: `accept()` or `refuse()` (a second connection to the same peer, a wrong
@@ -32,7 +32,7 @@ from typing import Final
 
 from rankmesh.errors import ConnectError, InternalError, ProtocolError
 from rankmesh.wire.header import VERSION
-from rankmesh.wire.messages import Identity, decode_identity, encode
+from rankmesh.wire.messages import Identity, decode_identity, encode, plain
 
 MAGIC: Final = b"RMSH"
 NONCE_BYTES: Final = 32
@@ -148,7 +148,7 @@ class Handshake:
     @staticmethod
     def refuse(code: Refusal, reason: str) -> bytes:
         """The acceptor's no; the connection ends with it."""
-        return _message(Type.REFUSE, reason.encode()[:_REASON_LIMIT], code)
+        return _message(Type.REFUSE, plain(reason).encode()[:_REASON_LIMIT], code)
 
     def _finish(self) -> None:
         self.done = True
@@ -230,6 +230,6 @@ def _message(kind: Type, body: bytes, code: int = 0) -> bytes:
 
 
 def _refusal(code: int, body: bytes) -> Refused:
-    reason = "".join(c if c.isprintable() else "?" for c in body.decode(errors="replace"))
+    reason = plain(body.decode(errors="replace"))
     hint = _HINTS.get(Refusal(code), "") if code in Refusal.__members__.values() else ""
     return Refused(f"the other side refused: {reason}.", code=code, reason=reason, hint=hint)

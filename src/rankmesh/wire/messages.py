@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from rankmesh.errors import ProtocolError
+from rankmesh.wire.credit import OVERHEAD
 
 #: Longest text a peer may make us show or log.
 TEXT_LIMIT: Final = 512
@@ -44,7 +45,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if not all(map(_plain, (self.name, self.host, self.run, *self.addresses))):
             raise ValueError(f"an identity's texts are printable and have at most {TEXT_LIMIT} characters")
-        if self.eager_bytes and 2 * self.eager_bytes > min(self.lane_credit, self.peer_credit):
+        if self.eager_bytes and 2 * (self.eager_bytes + OVERHEAD) > min(self.lane_credit, self.peer_credit):
             raise ValueError("an identity's credit holds two eager messages, or its small messages would never leave")
         if len(self.uid) != 16 or len(self.name) > 256 or len(self.host) > 256 or len(self.addresses) > 32:
             raise ValueError(

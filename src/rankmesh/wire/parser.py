@@ -6,9 +6,9 @@ The caller's loop, for a connection:
     parser.received(n)
     while (header := parser.next_header()):  # None: more bytes are needed
         ...                                  # exactly one of the three, for every header with nbytes > 0:
-        view = parser.take()                 #   the payload, if all of it is here (valid until the next target()),
-        else None parser.into(view)                    #   put it there: what is here is copied, the rest is received
-        in place parser.drop()                        #   read past it
+        view = parser.take()                 #   the payload (valid until the next target()); None: not all is here
+        parser.into(view)                    #   put it there: what is here is copied, the rest is received in place
+        parser.drop()                        #   read past it
 
 `into` and `drop` answer True when the payload is complete. Otherwise the caller goes on with `target()` and
 `received()` until `pending` is False, and then asks for the next header; the header in question stays in `header`.
@@ -124,6 +124,8 @@ class Parser:
         """Receive the payload into `view`, which has exactly its size."""
         pos = self._pos
         nbytes = self.header[6]
+        if view.nbytes != nbytes:
+            raise InternalError(f"a payload of {nbytes} bytes was given a place of {view.nbytes}.")
         here = self._end - pos
         if here >= nbytes:
             if nbytes:
@@ -133,8 +135,6 @@ class Parser:
         if here:
             view[:here] = self._view[pos : self._end]
             view = view[here:]
-        if view.nbytes != nbytes - here:
-            raise InternalError(f"a payload of {nbytes} bytes was given a place of {view.nbytes + here}.")
         self._pos = self._end
         self._fill = view
         self.pending = True
