@@ -181,7 +181,10 @@ class Case:
 
     def __init__(self, random: Random, target: Target) -> None:
         self._random = random
-        self._sock = socket.create_connection(target.sockaddr, timeout=5)
+        try:
+            self._sock = socket.create_connection(target.sockaddr, timeout=5)
+        except OSError as error:
+            raise Finding(f"the endpoint takes no connection: {error}") from error
 
     def run(self) -> str:
         with self._sock:

@@ -106,11 +106,20 @@ class TwoHosts:
             host.start(str(PROGRAM), str(rank), json.dumps([world["ranks"][rank] for world in worlds]), **environment)
             for rank, host in enumerate(self.hosts)
         ]
-        return [[json.loads(line) for line in finish(program).splitlines()] for program in programs]
+        return [[json.loads(line) for line in out.splitlines()] for out in finish(*programs)]
 
 
-def finish(program: subprocess.Popen[str]) -> str:
-    """What it wrote; it must have ended well."""
+def finish(*programs: subprocess.Popen[str]) -> list[str]:
+    """What each wrote; all must have ended well. None is left behind."""
+    try:
+        return [_finish(program) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate()
+
+
+def _finish(program: subprocess.Popen[str]) -> str:
     try:
         out, err = program.communicate(timeout=scaled(PATIENCE))
     except subprocess.TimeoutExpired:

@@ -25,9 +25,12 @@ _SMALL = 4096
 def readable(data: Any) -> memoryview:
     """The bytes of `data`, where they lie. Raises UsageError for what is not contiguous CPU memory."""
     try:
-        return memoryview(data).cast("B")
+        view = memoryview(data)
+        if view.format != "O":
+            return view.cast("B")
     except (TypeError, ValueError):
-        return _unusual(data)
+        pass
+    return _unusual(data)
 
 
 def _unusual(data: Any) -> memoryview:

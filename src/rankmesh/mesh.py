@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from rankmesh.config import Config
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Endpoint, Peer, Status, Work
-from rankmesh.endpoint.messages import Messages
+from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import ConfigError, JoinError, PeerLost, UsageError
 from rankmesh.membership.environment import detect
@@ -157,7 +157,10 @@ class Mesh:
 
     def send(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> None:
         """Send a buffer (numpy array, bytes, memoryview …) from where it lies. On return it may be reused."""
-        self._messages.send(self._router(to), data, tag, timeout)
+        if not (0 <= to < self.size and 0 <= tag <= MAX_TAG):
+            self._router(to)
+            raise bad_tag(tag)
+        self._routers[to].outbound.send_buffer(_WORLD, tag, data, timeout)
 
     def recv(self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Receive into a buffer. Raises TruncationError if it is too small, PeerLost if `source` is gone."""

@@ -34,7 +34,7 @@ def test_dead_address_is_named_with_the_reason(tcp: Medium) -> None:
             endpoint.connect(address, timeout=5 * BRIEFLY)
         assert 5 * BRIEFLY <= monotonic() - began < SOON
         assert caught.value.address == address
-        assert caught.value.reason == "Connection refused"
+        assert caught.value.reason.endswith("Connection refused")
         for part in (address, "Connection refused", "rankmesh doctor"):
             assert part in str(caught.value)
         assert endpoint.peers == []

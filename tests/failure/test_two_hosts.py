@@ -83,7 +83,7 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are(tw
         "except rm.ConfigError as error: print(error)",
         RANKMESH_TOKEN=TOKEN,
     )
-    text = finish(program)
+    (text,) = finish(program)
     assert "'eth*' fits no usable address" in text
     for name in (a.link, a.dummy, a.ipv4, *a.unreachable):
         assert name in text
@@ -110,8 +110,8 @@ def test_rankmesh_run_over_two_hosts(two: TwoHosts, tmp_path: Path, family: str)
         )
         for rank, host in enumerate(two.hosts)
     ]
-    for node, launcher in enumerate(launchers):
-        lines = finish(launcher).splitlines()
+    for node, out in enumerate(finish(*launchers)):
+        lines = out.splitlines()
         assert sorted(line[:9] for line in lines) == [f"[{rank}] all 4" for rank in (2 * node, 2 * node + 1)]
         for line in lines:
             assert line.split()[3] == "6"

@@ -338,6 +338,31 @@ def test_nobody_becomes_a_rank_by_claiming_to_be_one(changes: dict[str, Any], re
     assert run_world(2, claim, "tcp://", args=(dict(changes),)) == [reason, ""]
 
 
+@pytest.mark.parametrize(
+    "addresses",
+    [("rubbish",), ("smtp://127.0.0.1:25",), ("tcp://0.0.0.0:7000",), ("tcp://[::]:7000",), ("tcp://127.0.0.1:99999",)],
+)
+def test_addresses_that_make_no_sense_are_ignored(target: Target, addresses: tuple[str, ...]) -> None:
+    """A peer says where it can be found: it is served all the same, and nobody connects there."""
+    target.forget()
+    with undisturbed(target):
+        descriptors = target.descriptors
+        with closing(admitted(target, addresses=addresses)) as sock:
+            sock.sendall(eager(10, tag=ECHO))
+            assert len(receive(sock, 50)) == 50
+        wait_until(lambda: target.descriptors == descriptors, 5, "the end of its descriptor")
+    assert "defect" not in target.look()
+
+
+def test_without_a_token_nobody_leads_an_endpoint_off_its_host() -> None:
+    """Who may connect because it is on this host cannot name another host as its address."""
+    with Endpoint(name="careful") as careful:
+        host, port = careful.address.removeprefix("tcp://").split(":")
+        with closing(socket.create_connection((host, int(port)), timeout=scaled(10))) as sock:
+            shake(sock, token="", who=identity(addresses=("tcp://10.1.2.3:7000", "tcp://127.0.0.1:7000")))
+            assert [str(address) for address in careful.accept().addresses] == ["tcp://127.0.0.1:7000"]
+
+
 def intrude(mesh: Any) -> Any:
     """One that knows the token, but is no rank, sends into the world's tag space."""
     if mesh.rank == 0:
@@ -367,7 +392,7 @@ def test_off_loopback_a_token_is_required(address: str) -> None:
         Endpoint(address, advertise="tcp://10.1.2.3:0")
     with (
         Endpoint(address=None, name="client") as client,
-        pytest.raises(ConfigError, match=r"needs a cluster token.*RANKMESH_TOKEN"),
+        pytest.raises(ConfigError, match=r"needs a cluster token.*RANKMESH_TOKEN|an address to listen on"),
     ):
         client.connect(address.replace(":0", ":7000"))
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankmesh.errors import ProtocolError
+from rankmesh.errors import InternalError, ProtocolError
 from rankmesh.wire.header import CONTROL_LIMIT, DATA_LIMIT, HEADER_BYTES, VERSION, Kind, Limits, pack
 from rankmesh.wire.parser import SINK_BYTES, STAGING_BYTES, Parser
 
@@ -260,6 +260,128 @@ def test_a_payload_larger_than_staging_is_received_in_place() -> None:
 def test_the_largest_control_frame_can_be_taken_whole_or_received() -> None:
     frame = Frame(Kind.CONTROL, content(CONTROL_LIMIT))
     assert parse(frame.wire) == [(frame.header, frame.payload)]
+
+
+# --- one step: feed ---------------------------------------------------------------------------------------------------
+
+
+def put(parser: Parser, data: bytes) -> int:
+    """The bytes are in their place, and the parser does not know of them yet."""
+    target = parser.target()
+    target[: len(data)] = data
+    return len(data)
+
+
+def test_feed_gives_the_header_that_the_bytes_complete() -> None:
+    parser, wire = Parser(PAYLOAD_LIMIT), SAMPLE[3].wire
+    assert parser.feed(put(parser, wire[:39])) is None
+    assert parser.feed(put(parser, wire[39:40])) == parser.header == SAMPLE[3].header
+    assert parser.at_boundary()  # of what has come: the payload is asked for with into() or drop()
+
+
+def test_feed_gives_one_header_of_many() -> None:
+    parser, frames = Parser(PAYLOAD_LIMIT), [Frame(Kind.PING, tag=tag) for tag in range(3)]
+    assert parser.feed(put(parser, b"".join(frame.wire for frame in frames))) == frames[0].header
+    assert [parser.next_header(), parser.next_header(), parser.next_header()] == [
+        frames[1].header,
+        frames[2].header,
+        None,
+    ]
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_feed_gives_no_header_while_a_payload_is_pending_nor_with_its_last_byte(drop: bool) -> None:
+    frame, place = Frame(Kind.EAGER, content(100)), bytearray(100)
+    parser = Parser(PAYLOAD_LIMIT)
+    assert parser.feed(put(parser, frame.wire[:50])) == frame.header
+    assert (parser.drop() if drop else parser.into(memoryview(place))) is False
+    assert parser.feed(put(parser, frame.wire[50:100])) is None
+    assert parser.pending is True
+    assert parser.feed(put(parser, frame.wire[100:])) is None
+    assert parser.pending is False
+    assert place == (bytes(100) if drop else frame.payload)
+    assert parser.feed(put(parser, SAMPLE[0].wire)) == SAMPLE[0].header
+
+
+@given(frames_of_any_kind, read_sizes, st.data())
+def test_feed_is_received_and_then_next_header(frames: list[Frame], sizes: list[int], data: st.DataObject) -> None:
+    """Two parsers, the same bytes: after every step they ask for as much and have found the same."""
+    stream, cut = b"".join(frame.wire for frame in frames), cycle(sizes)
+    one, two, at, found = Parser(PAYLOAD_LIMIT), Parser(PAYLOAD_LIMIT), 0, 0
+    while at < len(stream):
+        asked = one.target().nbytes
+        assert two.target().nbytes == asked
+        piece = stream[at : at + min(asked, next(cut))]
+        at += len(piece)
+        pending = one.pending
+        header = one.feed(put(one, piece))
+        two.received(put(two, piece))
+        if not pending:
+            assert two.next_header() == header
+        while header is not None:
+            found += 1
+            place = memoryview(bytearray(header[6]))
+            by_drop = data.draw(st.booleans())
+            assert [parser.drop() if by_drop else parser.into(place) for parser in (one, two)] == [not one.pending] * 2
+            header = None if one.pending else one.next_header()
+            assert one.pending or two.next_header() == header
+        assert (one.pending, one.buffered, one.at_boundary()) == (two.pending, two.buffered, two.at_boundary())
+    assert found == len(frames)
+
+
+def test_feed_refuses_what_next_header_refuses() -> None:
+    parser = Parser(PAYLOAD_LIMIT)
+    with pytest.raises(ProtocolError) as refused:
+        parser.feed(put(parser, pack(Kind.PING, nbytes=1)))
+    assert refused.value.reason == "frame too large"
+    with pytest.raises(ProtocolError):
+        parser.feed(0)
+
+
+def test_who_reads_into_staging_itself_may_feed_it_when_the_parser_is_at_rest() -> None:
+    ping, eager = Frame(Kind.PING), Frame(Kind.EAGER, content(10))
+    parser = Parser(PAYLOAD_LIMIT)
+    for frame in (ping, eager, eager, ping):
+        assert parser.at_rest() is True
+        parser.staging[: len(frame.wire)] = frame.wire
+        assert parser.target().obj is parser.staging.obj
+        assert parser.feed(len(frame.wire)) == frame.header
+        assert parser.at_rest() is (frame is ping)
+        assert parser.take() == frame.payload
+
+
+def test_at_rest_only_between_frames_and_not_within_a_transfer() -> None:
+    parser, data = Parser(PAYLOAD_LIMIT), Frame(Kind.DATA, content(10))
+    for piece in (data.wire[:39], data.wire[39:45], data.wire[45:]):
+        if parser.feed(put(parser, piece)):
+            parser.into(memoryview(bytearray(10)))
+        assert parser.at_rest() is False
+    assert parser.at_boundary()  # yet after a piece only the next header is asked for
+    parser.feed(put(parser, Frame(Kind.PING).wire))
+    assert parser.at_rest() is True
+
+
+@pytest.mark.parametrize("here", [0, 1, 50, 99, 100], ids="{} bytes here".format)
+@pytest.mark.parametrize("place", [0, 1, 49, 99, 101, 1000], ids="a place of {}".format)
+def test_a_place_of_another_size_is_this_sides_defect(here: int, place: int) -> None:
+    """And nothing has happened: neither the place nor the stream."""
+    frame, wrong = Frame(Kind.EAGER, content(100)), bytearray(place)
+    parser = Parser(PAYLOAD_LIMIT)
+    link = Link(frame.wire, chain([HEADER_BYTES + here], repeat(WHOLE)))
+    link.read(parser)
+    parser.next_header()
+    with pytest.raises(InternalError, match=f"a payload of 100 bytes was given a place of {place}"):
+        parser.into(memoryview(wrong))
+    assert wrong == bytes(place)
+    assert by_into(parser, link) == frame.payload
+
+
+def test_an_empty_payload_has_an_empty_place() -> None:
+    parser = Parser(PAYLOAD_LIMIT)
+    parser.feed(put(parser, Frame(Kind.EAGER).wire))
+    with pytest.raises(InternalError):
+        parser.into(memoryview(bytearray(1)))
+    assert parser.into(memoryview(b"")) is True  # nothing is written: it may be read-only
 
 
 # --- bulk -------------------------------------------------------------------------------------------------------------

@@ -159,8 +159,10 @@ class Admission:
     def _tell(self, error: Any) -> None:
         """Say why, if the link takes it at once; a refused connection is not worth waiting for."""
         code = Refusal(error.code) if isinstance(error, Refused) else Refusal.PROTOCOL
+        out = Handshake.refuse(code, getattr(error, "reason", "") or error.message)
         try:
-            self.link.send(Handshake.refuse(code, getattr(error, "reason", "") or error.message))
+            while out:
+                out = out[self.link.send(out) :]
         except OSError:
             pass  # it cannot be told; the closed connection says enough
 

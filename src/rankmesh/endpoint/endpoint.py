@@ -20,7 +20,7 @@ from rankmesh.endpoint.router import PeerRouter, Reply
 from rankmesh.endpoint.transfers import Status
 from rankmesh.endpoint.waiting import Until
 from rankmesh.endpoint.work import Work
-from rankmesh.errors import ClosedError, ConfigError, DeadlineError
+from rankmesh.errors import ConfigError, DeadlineError
 from rankmesh.transport.address import Address
 from rankmesh.wire.messages import Identity
 
@@ -255,6 +255,11 @@ class Endpoint:
             raise ConfigError(
                 f"{target!r} has no address to connect to. Give an address, or the info() of an endpoint that listens."
             )
+        for address in addresses:
+            if address.is_wildcard:
+                raise ConfigError(
+                    f"{address} is an address to listen on, not to connect to. Use one of that host's addresses."
+                )
         timeout = self.config.timeout if timeout is None else timeout
         if any(not address.is_loopback for address in addresses) and not self.config.token:
             raise ConfigError(
@@ -357,14 +362,10 @@ class Endpoint:
 
     def _free(self, routers: list[PeerRouter]) -> None:
         connecting = self._connector.close()
-
-        def closed(op: str, tag: int | None) -> ClosedError:
-            return ClosedError(f"{self.hub.closed} The {op.split(maxsplit=1)[0]} under way ended with it.")
-
         for router in routers:
-            router.free(closed)
+            router.free(self.hub.closed_error)
         for work in (*connecting, *self.hub.abandon(), *self._accepts):
-            work.fail(closed(work.op, work.tag))
+            work.fail(self.hub.closed_error(work.op, work.tag))
 
     def __enter__(self) -> Self:
         return self

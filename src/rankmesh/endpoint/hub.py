@@ -71,6 +71,10 @@ class Hub:
         if self.closed:
             raise ClosedError(f"{self.closed} Nothing can be done with it any more.")
 
+    def closed_error(self, op: str, tag: int | None) -> ClosedError:
+        """For an operation that was under way when this side closed."""
+        return ClosedError(f"{self.closed} The {op.split(maxsplit=1)[0]} under way ended with it.")
+
     # ------------------------------------------------------------------ receiving
 
     def take_receive(self, index: int, group: int, tag: int, flags: int) -> Receive | None:

@@ -16,7 +16,7 @@ from rankmesh.endpoint.outbound import MAX_ANNOUNCED, RPC, TURN_BYTES
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError, TransferAborted
 from rankmesh.wire.credit import OVERHEAD, CreditIn
-from rankmesh.wire.header import Flag, Kind, Limits
+from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Flag, Kind, Limits
 from rankmesh.wire.messages import decode_control
 from rankmesh.wire.parser import Parser
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from rankmesh.transport.base import Link
 
 Header = tuple[int, ...]
+
+_unpack_from = HEADER.unpack_from
+_EAGER: Final = int(Kind.EAGER)
 
 #: What a frame counts for in a turn, in bytes: handling a small one takes far longer than reading it.
 FRAME_COST: Final = 4096
@@ -42,6 +45,8 @@ class Inbound:
         self._matcher = router.hub.matcher
         self._members = router.hub.members
         self._link: Link | None = None
+        #: The next bytes begin a frame, at the start of the staging buffer: `read_one()` may read them.
+        self.calm = False
         self._incoming: dict[int, Landing] = {}
         self._announced: dict[int, Message] = {}
         #: Messages that came over an earlier connection: their credit ended with it.
@@ -77,6 +82,9 @@ class Inbound:
         self._recv = link.recv_into
         self._drained = link.drained_on_short_read
         self._parser = Parser(limits.payloads())
+        self._staging = self._parser.staging
+        self._eager_limit = config.eager_bytes
+        self.calm = True
         self._credit = CreditIn(config.lane_credit_bytes, config.peer_credit_bytes)
         self.heard = True
 
@@ -106,21 +114,59 @@ class Inbound:
 
     # ------------------------------------------------------------------ reading
 
-    def read(self) -> None:
-        """Read what is there, up to a turn. Raises ProtocolError."""
+    def read_one(self) -> None:
+        """The hot path: exactly one small message, for a receive that waits for just that. Everything else goes the
+        general way, with what was read. Called only while `calm`. Raises ProtocolError."""
+        staging = self._staging
+        try:
+            got = self._recv(staging)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._router.broken(error)
+            return
+        if got >= HEADER_BYTES:
+            version, kind, flags, group, tag, _, nbytes, _ = _unpack_from(staging)
+            if got == HEADER_BYTES + nbytes and kind == _EAGER and not flags and version == VERSION:
+                index = self._index
+                receive = self._matcher.take_lone(group, index, tag)
+                if receive is not None:
+                    view = receive.view
+                    if view is None or view.nbytes != nbytes or receive.wants_object or nbytes > self._eager_limit:
+                        self._matcher.repost(receive)
+                    else:
+                        if nbytes:
+                            view[:] = staging[HEADER_BYTES:got]
+                        self.heard = True
+                        self.frames += 1
+                        self.bytes += nbytes
+                        if self._credit.passed((group, tag), nbytes + OVERHEAD):
+                            self._pay()
+                        receive.arrived(index, tag, nbytes)
+                        return
+        self.read(got)
+
+    def read(self, got: int | None = None) -> None:
+        """Read what is there, up to a turn; `got` bytes are in the staging buffer already. Raises ProtocolError."""
+        self.calm = False
+        self._read(got)
+        self.calm = self._link is not None and not self._backlogged and self._parser.at_rest()
+
+    def _read(self, got: int | None) -> None:
         parser = self._parser
         budget = TURN_BYTES
         if self._backlogged:
             self.resume()
         while self._link is not None and not self._backlogged:
             target = parser.target()
-            try:
-                got = self._recv(target)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._router.broken(error)
-                return
+            if got is None:
+                try:
+                    got = self._recv(target)
+                except BlockingIOError:
+                    return
+                except OSError as error:
+                    self._router.broken(error)
+                    return
             if not got:
                 self._router.ended(parser.at_boundary())
                 return
@@ -135,6 +181,7 @@ class Inbound:
             if got < len(target) and self._drained:
                 return
             budget -= got + FRAME_COST * (self.frames - frames)
+            got = None
             if budget <= 0:
                 return
 
@@ -143,6 +190,7 @@ class Inbound:
         if self._backlogged:
             self._backlogged = False
             self._parse(self._parser.next_header())
+            self.calm = self._link is not None and not self._backlogged and self._parser.at_rest()
 
     def _parse(self, header: Header | None) -> None:
         """Handle the frames that are here, until the leader has what it waits for."""

@@ -7,8 +7,9 @@ the send waits for its receive, and the bytes go straight from one buffer to the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rankmesh.buffers import readable
 from rankmesh.endpoint.transfers import Message, Receive, Send, SendState
 from rankmesh.errors import PeerLost
 from rankmesh.wire.credit import OVERHEAD
@@ -33,25 +34,31 @@ class Loopback:
         self._kept = 0
         self._sends: dict[Message, Send] = {}
 
-    def send(
-        self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float
-    ) -> Send | None:
-        """Takes the lock. None: the message was delivered or kept."""
+    def send_buffer(self, group: int, tag: int, data: Any, timeout: float | None) -> None:
+        """Takes the lock. Like a peer's: returns when the buffer may be reused."""
+        view = readable(data)
+        timeout = self.hub.config.timeout if timeout is None else timeout
+        self.send(group, tag, 0, [view], view.nbytes, timeout).result()
+
+    def send(self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float) -> Send:
+        """Takes the lock. What was delivered or kept is finished at once."""
         with self.engine:
             self.hub.check_open()
+            send = Send(self, "send to", group, tag, flags, parts, nbytes, timeout)
             receive = self.hub.take_receive(self.index, group, tag, flags)
             if receive is not None:
                 if not receive.truncates(nbytes):
                     _gather(parts, receive.place(nbytes))
                     receive.arrived(self.index, tag, nbytes)
-                return None
+                send.finish(None)
+                return send
             config = self.hub.config
             cost = nbytes + OVERHEAD
             if nbytes <= config.eager_bytes and self._kept + cost <= config.peer_credit_bytes:
                 self._kept += cost
                 self.hub.keep(Message(self, group, tag, flags, nbytes, memoryview(b"".join(parts))))
-                return None
-            send = Send(self, "send to", group, tag, flags, parts, nbytes, timeout)
+                send.finish(None)
+                return send
             send.state = SendState.ANNOUNCED
             message = Message(self, group, tag, flags, nbytes, None)
             self._sends[message] = send

@@ -41,7 +41,7 @@ class Matcher(Generic[R, M]):
     """Posted receives (R) and unexpected messages (M) of one endpoint."""
 
     def __init__(self) -> None:
-        #: A lone receive stands for itself: most wait alone, and making a queue for each would cost more than the match.
+        #: A lone receive stands for itself: most wait alone, and a queue for each would cost more than the match.
         self._posted: dict[Key, R | deque[R]] = {}
         self._unexpected: dict[Key, deque[M]] = {}
         self._wildcards = 0
@@ -88,10 +88,20 @@ class Matcher(Generic[R, M]):
         entry = self._posted.pop(key, None)
         if entry.__class__ is not deque:
             return entry  # type: ignore[return-value]  # None, or the only receive
-        receive: R = entry.popleft()  # type: ignore[union-attr]
+        receive: R = entry.popleft()
         if entry:
             self._posted[key] = entry
         return receive
+
+    def take_lone(self, group: int, source: int, tag: int) -> R | None:
+        """`take_posted` where it is a single step: no wildcard is posted, and at most one receive of this key."""
+        if self._wildcards:
+            return None
+        entry = self._posted.pop((group, source, tag), None)
+        if entry.__class__ is deque:
+            self._posted[group, source, tag] = entry
+            return None
+        return entry  # type: ignore[return-value]  # None, or the receive
 
     def unpost(self, receive: R) -> bool:
         """Forget a receive. False: it is not posted (any more)."""

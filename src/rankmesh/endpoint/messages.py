@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rankmesh import codec
 from rankmesh.buffers import EMPTY, readable, writable
 from rankmesh.endpoint.matching import ANY_TAG
-from rankmesh.endpoint.transfers import Probe, Receive, Send, Status
+from rankmesh.endpoint.transfers import Probe, Receive, Status
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import UsageError
 from rankmesh.wire.header import Flag
@@ -39,40 +39,30 @@ class Messages:
         self._timeout = hub.config.timeout
 
     def send(self, router: Router, data: Any, tag: int, timeout: float | None) -> None:
-        view = readable(data)
         if not 0 <= tag <= MAX_TAG:
-            raise _bad_tag(tag)
-        send = router.outbound.send(
-            self._group, tag, 0, [view], view.nbytes, self._timeout if timeout is None else timeout
-        )
-        if send is not None:
-            send.result()
+            raise bad_tag(tag)
+        router.outbound.send_buffer(self._group, tag, data, timeout)
 
     def isend(self, router: Router, data: Any, tag: int, timeout: float | None) -> Work[None]:
         view = readable(data)
         if not 0 <= tag <= MAX_TAG:
-            raise _bad_tag(tag)
-        timeout = self._timeout if timeout is None else timeout
-        send = router.outbound.send(self._group, tag, 0, [view], view.nbytes, timeout)
-        if send is None:
-            send = Send(router, "send to", self._group, tag, 0, [], 0, timeout)
-            send.finish(None)
-        return send
+            raise bad_tag(tag)
+        return router.outbound.send(
+            self._group, tag, 0, [view], view.nbytes, self._timeout if timeout is None else timeout
+        )
 
     def send_object(self, router: Router, obj: Any, tag: int, timeout: float | None) -> None:
         if not 0 <= tag <= MAX_TAG:
-            raise _bad_tag(tag)
+            raise bad_tag(tag)
         parts = [memoryview(part) for part in codec.encode(obj, allow_pickle=self._hub.config.allow_pickle)]
         nbytes = sum(part.nbytes for part in parts)
         timeout = self._timeout if timeout is None else timeout
-        send = router.outbound.send(self._group, tag, _OBJECT, parts, nbytes, timeout)
-        if send is not None:
-            send.result()
+        router.outbound.send(self._group, tag, _OBJECT, parts, nbytes, timeout).result()
 
     def recv(self, peer: Any, source: int, out: Any, tag: int, timeout: float | None) -> Status:
         view = writable(out)
         if not ANY_TAG <= tag <= MAX_TAG:
-            raise _bad_tag(tag)
+            raise bad_tag(tag)
         return Receive(
             self._hub,
             "recv from",
@@ -89,14 +79,14 @@ class Messages:
     def irecv(self, peer: Any, source: int, out: Any, tag: int, timeout: float | None) -> Work[Status]:
         view = writable(out)
         if not ANY_TAG <= tag <= MAX_TAG:
-            raise _bad_tag(tag)
+            raise bad_tag(tag)
         receive = self._receive("recv from", peer, source, view, tag, False, timeout)
         receive.post()
         return receive
 
     def recv_object(self, peer: Any, source: int, tag: int, timeout: float | None) -> Any:
         if not ANY_TAG <= tag <= MAX_TAG:
-            raise _bad_tag(tag)
+            raise bad_tag(tag)
         receive = self._receive("recv_object from", peer, source, None, tag, True, timeout)
         receive.complete()
         return codec.decode(receive.payload, allow_pickle=self._hub.config.allow_pickle)
@@ -115,13 +105,13 @@ class Messages:
 
     def probe(self, peer: Any, source: int, tag: int, timeout: float | None) -> Status:
         if not ANY_TAG <= tag <= MAX_TAG:
-            raise _bad_tag(tag)
+            raise bad_tag(tag)
         timeout = self._timeout if timeout is None else timeout
         return Probe(self._hub, "probe of", peer, self._group, source, tag, self._sources, timeout).complete()
 
     def iprobe(self, source: int, tag: int) -> Status | None:
         if not ANY_TAG <= tag <= MAX_TAG:
-            raise _bad_tag(tag)
+            raise bad_tag(tag)
         with self._hub.engine:
             self._hub.check_open()
             self._hub.engine.turn()
@@ -130,9 +120,7 @@ class Messages:
 
     def signal(self, router: Router, tag: int, timeout: float | None) -> None:
         """An empty message under a tag of our own."""
-        send = router.outbound.send(self._group, tag, 0, [], 0, self._timeout if timeout is None else timeout)
-        if send is not None:
-            send.result()
+        router.outbound.send_buffer(self._group, tag, EMPTY, timeout)
 
     def await_signal(self, op: str, peer: Any, source: int, tag: int, timeout: float | None) -> None:
         self._receive(op, peer, source, EMPTY, tag, False, timeout).complete()
@@ -161,7 +149,7 @@ class Messages:
         )
 
 
-def _bad_tag(tag: int) -> UsageError:
+def bad_tag(tag: int) -> UsageError:
     return UsageError(
         f"{tag} is not a tag: tags are integers from 0 to {MAX_TAG}, and ANY_TAG for receives. Choose one of those."
     )

@@ -12,8 +12,9 @@ A small message whose lane has credit while the peer as a whole has none is anno
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from rankmesh.buffers import readable
 from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import BusyError, ProtocolError, UsageError
@@ -72,6 +73,7 @@ class Outbound:
         self._link_send = link.send
         self._link_sendmsg = link.sendmsg
         self._eager_limit = min(self._config.eager_bytes, remote.eager_bytes)
+        self._join_limit = min(self._eager_limit, JOIN_BYTES)
         self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
         self.blocked = self.paused = False
         self.spoke = True
@@ -102,39 +104,43 @@ class Outbound:
 
     # ------------------------------------------------------------------ messages
 
-    def send(
-        self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float
-    ) -> Send | None:
-        """Send a message. None: it has left and the buffers are free; otherwise the Send that has to be waited for.
-
-        Takes the lock. This is the hot path: one lock, one join, one system call.
-        """
+    def send_buffer(self, group: int, tag: int, data: Any, timeout: float | None) -> None:
+        """Send a buffer and wait until it may be reused. The hot path: one lock, one join, one system call."""
+        view = readable(data)
+        nbytes = len(view)
         engine = self._engine
         if not engine.lock.acquire(False):
             engine.acquire()
         try:
-            if self._clear and nbytes <= self._eager_limit and self._credit.take((group, tag), nbytes + OVERHEAD):
-                header = _pack(VERSION, _EAGER, flags, group, tag, 0, nbytes, 0)
-                if nbytes > JOIN_BYTES:
-                    return self._send_rest(header, 0, group, tag, flags, parts, nbytes, timeout)
+            if self._clear and nbytes <= self._join_limit and self._credit.take((group, tag), nbytes + OVERHEAD):
+                header = _pack(VERSION, _EAGER, 0, group, tag, 0, nbytes, 0)
                 try:
-                    sent = self._link_send(b"".join((header, *parts)))
+                    sent = self._link_send(b"".join((header, view)))
                 except OSError as error:
                     sent = self._not_sent(error, tag)
                 self.spoke = True
                 self.frames += 1
                 self.bytes += nbytes
                 if sent == HEADER_BYTES + nbytes:
-                    return None
-                return self._send_rest(header, sent, group, tag, flags, parts, nbytes, timeout)
-            self._router.hub.check_open()
-            send = Send(self._router, "send to", group, tag, flags, parts, nbytes, timeout)
-            self.start(send)
-            return send
+                    return
+                timeout = self._config.timeout if timeout is None else timeout
+                send = self._send_rest(header, sent, group, tag, 0, [view], nbytes, timeout)
+            else:
+                timeout = self._config.timeout if timeout is None else timeout
+                send = Send(self._router, "send to", group, tag, 0, [view], nbytes, timeout)
+                self.start(send)
         finally:
             engine.lock.release()
             if engine.deferred or engine.contenders:
                 engine.after_release()
+        send.result()
+
+    def send(self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float) -> Send:
+        """Begin to send a message of several parts. Takes the lock."""
+        with self._engine:
+            send = Send(self._router, "send to", group, tag, flags, parts, nbytes, timeout)
+            self.start(send)
+            return send
 
     def _not_sent(self, error: OSError, tag: int) -> int:
         """The link took nothing: not now, or never again."""
@@ -153,7 +159,7 @@ class Outbound:
         parts: list[memoryview],
         nbytes: int,
         timeout: float,
-    ) -> Send | None:
+    ) -> Send:
         """Send an eager message of which `sent` bytes have left; what the link does not take now follows later."""
         send = Send(self._router, "send to", group, tag, flags, parts, nbytes, timeout)
         send.state = SendState.EAGER
@@ -166,6 +172,7 @@ class Outbound:
 
     def start(self, send: Send) -> None:
         """Put a send on its way, or behind those that wait."""
+        self._router.hub.check_open()
         if self._router.gone:
             raise self._router.lost_error(send.op, send.tag)
         self._check_size(send)
@@ -376,7 +383,7 @@ class Outbound:
                 self._watch_writes(True)
                 return
             except OSError as error:
-                self._router.broken(error)
+                self._router.unwritable(error)
                 return
             self.spoke = True
             self._queue.advance(sent)

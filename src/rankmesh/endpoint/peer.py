@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.endpoint.loopback import Loopback
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.endpoint.transfers import Status
 from rankmesh.endpoint.work import Work
+from rankmesh.errors import ConfigError
 from rankmesh.transport.address import Address
 from rankmesh.wire.messages import Identity
 
@@ -62,7 +64,18 @@ class Peer:
     def identified(self, identity: Identity) -> None:
         """It has proved who it is."""
         self.identity = identity
-        self.addresses = tuple(map(Address.parse, identity.addresses)) or self.addresses
+        self.addresses = tuple(self._usable(identity.addresses)) or self.addresses
+
+    def _usable(self, texts: Iterable[str]) -> Iterator[Address]:
+        """What it says of itself is not what we would connect to in any case: not to what is no address here, to a
+        wildcard, or off this host without a token."""
+        for text in texts:
+            try:
+                address = Address.parse(text)
+            except ConfigError:  # of a scheme that this side does not have, or rubbish
+                continue
+            if not address.is_wildcard and (self._hub.config.token or address.is_loopback):
+                yield address
 
     def attributes(self) -> dict[str, Any]:
         """What an error about it carries."""

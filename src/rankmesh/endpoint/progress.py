@@ -198,13 +198,33 @@ class Engine:
         try:
             if self.backlog:
                 self._work_off_backlog()
-            if not work.finished:
-                spin = self._spin
-                if spin.skip:
-                    spin.skip -= 1
-                    self._block(work, deadline)
-                elif not (spin.seconds and self._poll_for(work)):
-                    self._block(work, deadline)
+            if work.finished:
+                return
+            spin = self._spin
+            if spin.skip:
+                spin.skip -= 1
+            elif spin.seconds:
+                # Poll until `work` is done, or for `spin.seconds` without an event; written out here for its speed.
+                poll, handlers, end = self._poll, self._handlers, 0.0
+                while True:
+                    events = poll(0, EVENTS)
+                    if events:
+                        for fd, mask in events:
+                            if fd in handlers:
+                                handlers[fd](mask)
+                        if work.finished:
+                            spin.misses = 0
+                            return
+                        end = 0.0
+                    now = perf_counter()
+                    if not end:
+                        end = now + spin.seconds
+                    elif now >= end:
+                        spin.miss()
+                        break
+                    if self.contenders:
+                        break
+            self._block(work, deadline)
         finally:
             if self.leader is work:
                 self.leader = None
@@ -222,30 +242,6 @@ class Engine:
                 if parker.locked():
                     parker.release()
                 return
-
-    def _poll_for(self, work: Waited) -> bool:
-        """Poll until `work` is done. False: it was in vain."""
-        poll, handlers, spin = self._poll, self._handlers, self._spin
-        end = 0.0
-        while True:
-            events = poll(0, EVENTS)
-            if events:
-                for fd, mask in events:
-                    handler = handlers.get(fd)
-                    if handler is not None:
-                        handler(mask)
-                if work.finished:
-                    spin.misses = 0
-                    return True
-                end = 0.0
-            now = perf_counter()
-            if not end:
-                end = now + spin.seconds
-            elif now >= end:
-                spin.miss()
-                return False
-            if self.contenders:
-                return False
 
     def _block(self, work: Waited, deadline: float) -> None:
         while not work.finished:

@@ -107,7 +107,10 @@ class PeerRouter:
             return
         if mask == _IN and not self.outbound.blocked:
             try:
-                self.inbound.read()
+                if self.inbound.calm:
+                    self.inbound.read_one()
+                else:
+                    self.inbound.read()
             except Exception as error:  # noqa: BLE001  # see `failed`
                 self.failed(error)
             return
@@ -176,8 +179,10 @@ class PeerRouter:
         match message:
             case Goodbye(reason):
                 self.lose(reason or "it closed its endpoint", left=True)
+            case IdleAsk() if self.outbound.paused:
+                self.rest()  # both asked at once: that is agreement enough, and the other side may have closed already
             case IdleAsk():
-                agreed = self.outbound.paused or self._quiet()
+                agreed = self._quiet()
                 self.outbound.message(IdleAnswer(agreed))
                 if agreed:
                     self.rest()
@@ -210,8 +215,8 @@ class PeerRouter:
         return request
 
     def reply(self, ident: int, parts: list[memoryview], nbytes: int, failed: bool = False) -> None:
-        """Answer a request. A peer that is gone needs no answer."""
-        if not self.gone:
+        """Answer a request. A peer that is gone needs no answer, and who is closing gives none."""
+        if not self.gone and not self.hub.closed:
             flags = Flag.REPLY | Flag.ERROR if failed else Flag.REPLY
             send = Send(self, "reply to", 0, ident, int(flags), parts, nbytes, self.hub.config.timeout)
             try:
@@ -235,8 +240,16 @@ class PeerRouter:
 
     # ------------------------------------------------------------------ the end
 
+    def unwritable(self, error: OSError) -> None:
+        """The link takes nothing any more. If it was agreed to end, what the other side sent first is still to be read."""
+        if not self.outbound.paused:
+            self.broken(error)
+
     def broken(self, error: OSError) -> None:
         """The link failed."""
+        if self.outbound.paused:
+            self.rest()
+            return
         reset = isinstance(error, ConnectionResetError | BrokenPipeError)
         self.lose("its connection was closed" if reset else f"its connection failed ({error.strerror or error})")
 
@@ -261,7 +274,7 @@ class PeerRouter:
         self._release_link(abort=not left)
         # Who was away for that long is the one that was given up: what it believes of others is not for passing on.
         self.hub.lost(self, left or absence > 0)
-        self._fail_all(self.lost_error)
+        self._fail_all(self.hub.closed_error if self.hub.closed else self.lost_error)
         self.hub.departed(self)
 
     def unreachable(self, error: PeerError) -> None:

@@ -123,14 +123,17 @@ class Posted(Work[Status]):
         try:
             self._enter()
             if not self.finished:
-                engine.drive(self, self.began + self.timeout)
+                try:
+                    engine.drive(self, self.began + self.timeout)
+                except BaseException:
+                    self._interrupted()
+                    raise
                 if not self.finished:
                     self._give_up(self._late(self.timeout))
-        except BaseException:
-            self._interrupted()
-            raise
         finally:
-            engine.release()
+            engine.lock.release()
+            if engine.deferred or engine.contenders:
+                engine.after_release()
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]  # finished without an error: the Status is there

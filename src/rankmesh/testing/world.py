@@ -69,12 +69,16 @@ def _one_rank(
     rank: int, url: str, size: int, fn: Callable[..., Any], args: tuple[Any, ...], config: Config, timeout: float
 ) -> Any:
     """When it ended, the result, and the error with its traceback."""
+    ended: float | None = None
     try:
         with join(url, rank=rank, size=size, config=config, timeout=timeout) as mesh:
-            result = fn(mesh, *args)
+            try:
+                result = fn(mesh, *args)
+            finally:
+                ended = monotonic()  # before the others learn of it: they fail later
     except BaseException as error:  # noqa: BLE001  # carried to the caller, whatever it is
-        return monotonic(), None, (error, traceback.format_exc())
-    return monotonic(), result, None
+        return ended or monotonic(), None, (error, traceback.format_exc())
+    return ended, result, None
 
 
 def _in_threads(settings: tuple[Any, ...], timeout: float) -> dict[int, Any]:

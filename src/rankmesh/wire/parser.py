@@ -159,6 +159,16 @@ class Parser:
         """A complete header is waiting in the staging buffer."""
         return not self.pending and self._end - self._pos >= HEADER_BYTES
 
+    @property
+    def staging(self) -> memoryview:
+        """Where bytes go while nothing else is asked for."""
+        return self._view
+
+    def at_rest(self) -> bool:
+        """Nothing is pending or staged, and no transfer is under way: the next bytes go to the start of `staging`. Who
+        reads there itself must call `target()` and then `feed()` what it does not deal with."""
+        return not self.pending and self._pos == self._end and not (self.header and self.header[1] == _DATA)
+
     def at_boundary(self) -> bool:
         """The stream ended between two frames: nothing is cut off."""
         return not self.pending and self._pos == self._end

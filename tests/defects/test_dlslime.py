@@ -1,0 +1,190 @@
+"""Defects found in DLSlime, each with the test that would fail if rankmesh had it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from time import monotonic, process_time
+
+import numpy as np
+import pytest
+
+from peers import FAULTY, SOON, Call, Medium, Pair, faulty, open_pair, pattern, router_of
+from rankmesh import Config, ConfigError, ConnectError, DeadlineError, Endpoint, PeerLost, TruncationError
+from rankmesh.endpoint.router import PeerRouter
+from ranks import Mesh, Ranks, Talk, nursery
+from timing import scaled, wait_until
+
+__all__ = ["nursery"]
+
+TCP = Medium("tcp://127.0.0.1:0", Config())
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with open_pair(TCP) as both:
+        yield both
+
+
+def test_dlslime_nobody_gets_in_without_the_token() -> None:
+    """Anybody who reached a DLSlime endpoint could use it."""
+    with Endpoint(name="server", token="right") as server:
+        for token in ("wrong", ""):
+            with (
+                Endpoint(address=None, name="client", token=token) as client,
+                pytest.raises(ConnectError, match=r"wrong or missing token.*Give both sides the same token"),
+            ):
+                client.connect(server.address, timeout=SOON)
+        assert server.peers == []
+
+
+@pytest.mark.parametrize("nbytes", [5, 1 << 20])
+def test_dlslime_a_send_without_a_posted_receive_is_kept(pair: Pair, nbytes: int) -> None:
+    """In DLSlime such a message was lost and put the stream out of step, while the sender saw success."""
+    contents = [pattern(nbytes, seed) for seed in range(3)]
+    sends = [pair.there.isend(content, tag=7) for content in contents]
+    pair.there.send(b"later", tag=8)
+    assert pair.back.recv(bytearray(8), tag=8).nbytes == 5
+    for content in contents:
+        out = np.empty(nbytes, np.uint8)
+        assert pair.back.recv(out, tag=7).nbytes == nbytes
+        assert (out == content).all()
+    for send in sends:
+        send.wait()
+
+
+def test_dlslime_timeouts_count(pair: Pair) -> None:
+    """DLSlime took a timeout and ignored it."""
+    for call in (
+        lambda: pair.there.recv(bytearray(1), tag=1, timeout=0.2),
+        lambda: pair.there.send(bytes(1 << 20), tag=1, timeout=0.2),
+        lambda: pair.there.probe(tag=1, timeout=0.2),
+        lambda: pair.there.irecv(bytearray(1), tag=1).wait(timeout=0.2),
+        lambda: pair.there.barrier(timeout=0.2),
+    ):
+        began = monotonic()
+        with pytest.raises(DeadlineError):
+            call()
+        assert 0.19 < monotonic() - began < 0.2 + scaled(1)
+
+
+def wait_quietly(mesh: Mesh, talk: Talk) -> None:
+    """Rank 1 waits in recv, with a second thread that waits too, and tells what that cost."""
+    if mesh.rank == 0:
+        talk.recv()
+        mesh.send(b"", to=1, tag=1)
+        mesh.send(b"", to=1, tag=2)
+        return
+    other = threading.Thread(target=mesh.recv, args=(bytearray(1),), kwargs={"source": 0, "tag": 2})
+    other.start()
+    talk.send("waiting")
+    began, cpu = monotonic(), process_time()
+    mesh.recv(bytearray(1), source=0, tag=1)
+    talk.send((monotonic() - began, process_time() - cpu))
+    other.join()
+
+
+def test_dlslime_waiting_burns_no_core(nursery: None) -> None:
+    """DLSlime waited in a loop that kept a core busy."""
+    with Ranks(2, wait_quietly) as ranks:
+        assert ranks.hear(1) == "waiting"
+        threading.Event().wait(1.5)  # the time is the subject: nothing happens in it
+        ranks.say(0)
+        elapsed, cpu = ranks.hear(1)
+        assert elapsed > 1.4
+        assert cpu < 0.1 * elapsed
+
+
+def test_dlslime_a_broken_connection_wakes_a_receive() -> None:
+    """In DLSlime a receive stayed pending when the connection under it broke; here also in the middle of a message."""
+    with faulty() as faults, open_pair(FAULTY) as pair:
+        idle = pair.back.irecv(bytearray(1), tag=1)
+        moving = pair.back.irecv(bytearray(8 << 20), tag=2)
+        sending = pair.there.isend(bytes(8 << 20), tag=2)
+        for link in faults.links:
+            link.cut(after_bytes=1 << 20)
+        for work, tag in ((idle, 1), (moving, 2), (sending, 2)):
+            with pytest.raises(PeerLost, match="connection") as caught:
+                work.wait(timeout=SOON)
+            assert caught.value.tag == tag
+
+
+def test_dlslime_a_connection_is_reused() -> None:
+    """DLSlime's pool never gave a connection out twice."""
+    with faulty() as faults, open_pair(FAULTY) as pair:
+        for n in range(200):
+            pair.there.send(b"x" * n, tag=n)
+            pair.back.send(b"y" * n, tag=n)
+        for n in range(200):
+            assert pair.back.recv(bytearray(200), tag=n).nbytes == n
+            assert pair.there.recv(bytearray(200), tag=n).nbytes == n
+        assert pair.left.connect(pair.right.address, timeout=SOON) is pair.there
+        assert pair.right.connect(pair.left.address, timeout=SOON) is pair.back
+        standing = [router_of(peer).link for peer in (pair.there, pair.back)]
+        assert faults.links[:2] == sorted(standing, key=faults.links.index)  # type: ignore[arg-type]
+        assert len(pair.left.peers) == len(pair.right.peers) == 1
+        routers = [router for router in pair.left.hub.routers.values() if isinstance(router, PeerRouter)]
+        assert len(routers) == 1
+
+
+def test_dlslime_nobody_is_kept_out_by_an_address_that_does_not_answer() -> None:
+    """A connection attempt of one's own that leads nowhere concerns nobody else."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, Endpoint(name="busy") as busy, Endpoint() as other:
+        dialing = Call(busy.connect, f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=scaled(3))
+        accepted, _ = silent.accept()
+        with accepted:
+            began = monotonic()
+            other.connect(busy.address).send(b"hello", tag=1)
+            assert busy.recv(bytearray(8), tag=1).nbytes == 5
+            assert monotonic() - began < scaled(1)
+            assert dialing.running
+        with pytest.raises(ConnectError):
+            dialing.result()
+
+
+@pytest.mark.parametrize("nbytes", [10, 1 << 20])
+def test_dlslime_short_and_long_messages_are_reported(pair: Pair, nbytes: int) -> None:
+    """DLSlime said nothing when a message was shorter or longer than the receive."""
+    first = pair.there.isend(bytes(nbytes), tag=1)
+    second = pair.there.isend(bytes(nbytes), tag=1)
+    assert pair.back.recv(bytearray(nbytes + 5), tag=1).nbytes == nbytes
+    with pytest.raises(TruncationError) as caught:
+        pair.back.recv(bytearray(nbytes - 5), tag=1)
+    assert (caught.value.nbytes, caught.value.capacity) == (nbytes, nbytes - 5)
+    first.wait()
+    second.wait()
+
+
+def test_dlslime_bind_and_connect_failures_raise() -> None:
+    """DLSlime logged them and went on."""
+    with (
+        Endpoint(name="first") as first,
+        pytest.raises(ConfigError, match=rf"Cannot listen on {first.address}.*in use.*port 0"),
+    ):
+        Endpoint(first.address)
+    with Endpoint(address=None, name="client") as client:
+        began = monotonic()
+        with pytest.raises(ConnectError, match=r"refused.*Check that the process runs there") as caught:
+            client.connect(first.address, timeout=0.3)
+        assert caught.value.address == first.address
+        assert monotonic() - began < 0.3 + scaled(1)
+        with pytest.raises(ConfigError, match="is not an address"):
+            client.connect("nowhere")
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "[::]"])
+def test_dlslime_a_wildcard_address_is_never_handed_out(wildcard: str) -> None:
+    """DLSlime told others to connect to 0.0.0.0."""
+    with pytest.raises(ConfigError, match=r"none that others can connect to.*advertise"):
+        Endpoint(f"tcp://{wildcard}:0", token="secret")
+    with Endpoint(f"tcp://{wildcard}:0", token="secret", advertise="tcp://127.0.0.1:0", name="wide") as wide:
+        assert wide.info()["addresses"] == [wide.address]
+        assert wide.address.startswith("tcp://127.0.0.1:")
+        assert not wide.address.endswith(":0")
+        with Endpoint(address=None, token="secret") as client:
+            peer = client.connect(wide.info())
+            assert [str(address) for address in peer.addresses] == [wide.address]
+            with pytest.raises(ConfigError, match="to listen on, not to connect to"):
+                client.connect(f"tcp://{wildcard}:7000", timeout=1)
+    wait_until(lambda: not wide.peers, 5, "the end")
