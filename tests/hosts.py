@@ -14,6 +14,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 from typing import Any, Self
 
 import pytest
@@ -111,20 +112,17 @@ class TwoHosts:
 
 def finish(*programs: subprocess.Popen[str]) -> list[str]:
     """What each wrote; all must have ended well. None is left behind."""
-    try:
-        return [_finish(program) for program in programs]
-    finally:
-        for program in programs:
+    deadline = monotonic() + scaled(PATIENCE)
+    said = []
+    for program in programs:
+        try:
+            said.append(program.communicate(timeout=max(0.0, deadline - monotonic())))
+        except subprocess.TimeoutExpired:
             program.kill()
-            program.communicate()
-
-
-def _finish(program: subprocess.Popen[str]) -> str:
-    try:
-        out, err = program.communicate(timeout=scaled(PATIENCE))
-    except subprocess.TimeoutExpired:
-        program.kill()
-        out, err = program.communicate()
-        raise AssertionError(f"{program.args!r} did not end:\n{out}\n{err}") from None
-    assert program.returncode == 0, f"{program.args!r} ended with {program.returncode}:\n{out}\n{err}"
-    return out
+            said.append(program.communicate())
+    report = "\n".join(
+        f"{program.args!r} ended with {program.returncode}:\n{out}\n{err}"
+        for program, (out, err) in zip(programs, said, strict=True)
+    )
+    assert not any(program.returncode for program in programs), report
+    return [out for out, _ in said]

@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 
 from rankmesh.config import Config
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Endpoint, Peer, Status, Work
+from rankmesh.endpoint.endpoint import leave
 from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import ConfigError, JoinError, PeerLost, UsageError
@@ -153,6 +154,11 @@ class Mesh:
             self._messages.signal(self._routers[0], _JOINED, timeout)
             self._messages.await_signal("join of", self.peers[0], self._routers[0].index, _JOINED, timeout)
 
+    @property
+    def address(self) -> str:
+        """Where the other ranks reach this one."""
+        return self._endpoint.address
+
     # ------------------------------------------------------------------ messages
 
     def send(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> None:
@@ -277,20 +283,17 @@ class Mesh:
             if self._server is not None:
                 self._server.close()
 
-    def abort(self) -> None:
-        """Drop everything at once: the others see this rank as lost."""
-        self._endpoint.abort()
+    def abort(self, reason: str = "") -> None:
+        """Drop everything at once: the others see this rank as lost, and why."""
+        self._endpoint.abort(reason)
         if self._server is not None:
             self._server.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        leave(self, kind, error)
 
     def __repr__(self) -> str:
         lost = sum(bool(peer.router.gone) for peer in self.peers)

@@ -79,8 +79,10 @@ def test_nexar_heartbeats_are_drained_and_never_stall_lanes() -> None:
 def test_nexar_a_hung_peer_is_noticed() -> None:
     """For nexar a peer was alive as long as local writes succeeded, so that a hung one was noticed after 35 seconds.
     Here all writes succeed and vanish."""
-    quick = {"heartbeat_interval": scaled(0.1), "heartbeat_timeout": scaled(0.5), "close_timeout": 0.5}
-    with faulty() as faults, open_pair(FAULTY, **quick) as pair:
+    quick = Medium(
+        FAULTY.address, Config(heartbeat_interval=scaled(0.1), heartbeat_timeout=scaled(0.5), close_timeout=0.5)
+    )
+    with faulty() as faults, open_pair(quick) as pair:
         waiting = pair.there.irecv(bytearray(1), tag=1)
         began = monotonic()
         for link in faults.links:

@@ -13,7 +13,7 @@ from typing import Any, Self
 from rankmesh.config import Config
 from rankmesh.endpoint.connector import Connector
 from rankmesh.endpoint.hub import Hub, Service
-from rankmesh.endpoint.matching import ANY_SOURCE
+from rankmesh.endpoint.matching import ANY_SOURCE, ANY_TAG
 from rankmesh.endpoint.messages import Messages
 from rankmesh.endpoint.peer import Peer
 from rankmesh.endpoint.router import PeerRouter, Reply
@@ -313,17 +313,25 @@ class Endpoint:
 
     # ------------------------------------------------------------------ messages from anyone
 
-    def recv(self, out: Any, tag: int = 0, timeout: float | None = None) -> Status:
+    def recv(self, out: Any, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Receive into a buffer from whichever peer sends first; `status.source` is that Peer."""
         return self._messages.recv(None, ANY_SOURCE, out, tag, timeout)
 
-    def irecv(self, out: Any, tag: int = 0, timeout: float | None = None) -> Work[Status]:
+    def irecv(self, out: Any, tag: int = ANY_TAG, timeout: float | None = None) -> Work[Status]:
         """Like `recv`, without waiting."""
         return self._messages.irecv(None, ANY_SOURCE, out, tag, timeout)
 
-    def probe(self, tag: int = 0, timeout: float | None = None) -> Status:
+    def probe(self, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Wait until a message from anyone could be received; `status.source` is the Peer to receive it from."""
         return self._messages.probe(None, ANY_SOURCE, tag, timeout)
+
+    def iprobe(self, tag: int = ANY_TAG) -> Status | None:
+        """Like `probe`, without waiting: None when there is no message now."""
+        return self._messages.iprobe(ANY_SOURCE, tag)
+
+    def recv_object(self, tag: int = ANY_TAG, timeout: float | None = None) -> Any:
+        """Receive an object from whichever peer sends first."""
+        return self._messages.recv_object(None, ANY_SOURCE, tag, timeout)
 
     # ------------------------------------------------------------------ the end
 
@@ -336,6 +344,8 @@ class Endpoint:
             if self.hub.closed:
                 return
             self.hub.closed = f"Endpoint {self.name!r} is closed."
+            for work in self.hub.abandon():  # what has not come will not come any more
+                work.fail(self.hub.closed_error(work.op, work.tag))
             routers = [router for router in self.hub.routers.values() if isinstance(router, PeerRouter)]
             engine.drive(Until(lambda: all(router.outbound.idle or router.gone for router in routers)), deadline)
             unsent = [str(router.peer) for router in routers if not router.outbound.idle]
@@ -351,12 +361,15 @@ class Endpoint:
                 peer=", ".join(unsent),
             )
 
-    def abort(self) -> None:
-        """Drop everything at once: peers see a lost connection."""
+    def abort(self, reason: str = "") -> None:
+        """Drop everything at once: peers see a lost connection, and hear `reason` if they can be told right away."""
         with self.hub.engine:
             if self.hub.closed:
                 return
             self.hub.closed = f"Endpoint {self.name!r} was aborted."
+            for router in self.hub.routers.values():
+                if reason and isinstance(router, PeerRouter):
+                    router.say_failed(reason)
             self._free([router for router in self.hub.routers.values() if isinstance(router, PeerRouter)])
         self.hub.engine.stop()
 
@@ -370,13 +383,18 @@ class Endpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        leave(self, kind, error)
 
     def __repr__(self) -> str:
         if self.hub.closed:
             return f"<Endpoint {self.name!r}: closed>"
         return f"<Endpoint {self.name!r} at {self.address or 'no address'}: {len(self.peers)} peers>"
+
+
+def leave(owner: Any, kind: type[BaseException] | None, error: BaseException | None) -> None:
+    """How a `with` block ends: in order, also by sys.exit(0); otherwise at once, and the peers hear why."""
+    if kind is None or (isinstance(error, SystemExit) and not error.code):
+        owner.close()
+    else:
+        owner.abort(f"it raised {kind.__name__}" + (f": {error}" if str(error) else ""))

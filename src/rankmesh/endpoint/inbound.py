@@ -183,14 +183,19 @@ class Inbound:
             budget -= got + FRAME_COST * (self.frames - frames)
             got = None
             if budget <= 0:
+                if not self._drained:
+                    self._engine.backlog.append(self._router)  # nothing may show that there is more to read
                 return
 
     def resume(self) -> None:
-        """Go on with frames that were read but not yet looked at. Raises ProtocolError."""
+        """Go on with frames that were read but not yet looked at, or with bytes that the link holds and does not show
+        (TLS). Raises ProtocolError."""
         if self._backlogged:
             self._backlogged = False
             self._parse(self._parser.next_header())
             self.calm = self._link is not None and not self._backlogged and self._parser.at_rest()
+        if not self._drained and self._link is not None and not self._backlogged:
+            self.read()
 
     def _parse(self, header: Header | None) -> None:
         """Handle the frames that are here, until the leader has what it waits for."""

@@ -32,7 +32,7 @@ class Messages:
 
     def __init__(self, hub: Hub, group: int, sources: Mapping[int, Any], anyone: Any) -> None:
         self._hub = hub
-        self._group = group
+        self.group = group
         self._sources = sources
         #: Stands for "any source" in messages of errors.
         self._anyone = anyone
@@ -41,14 +41,14 @@ class Messages:
     def send(self, router: Router, data: Any, tag: int, timeout: float | None) -> None:
         if not 0 <= tag <= MAX_TAG:
             raise bad_tag(tag)
-        router.outbound.send_buffer(self._group, tag, data, timeout)
+        router.outbound.send_buffer(self.group, tag, data, timeout)
 
     def isend(self, router: Router, data: Any, tag: int, timeout: float | None) -> Work[None]:
         view = readable(data)
         if not 0 <= tag <= MAX_TAG:
             raise bad_tag(tag)
         return router.outbound.send(
-            self._group, tag, 0, [view], view.nbytes, self._timeout if timeout is None else timeout
+            self.group, tag, 0, [view], view.nbytes, self._timeout if timeout is None else timeout
         )
 
     def send_object(self, router: Router, obj: Any, tag: int, timeout: float | None) -> None:
@@ -57,7 +57,7 @@ class Messages:
         parts = [memoryview(part) for part in codec.encode(obj, allow_pickle=self._hub.config.allow_pickle)]
         nbytes = sum(part.nbytes for part in parts)
         timeout = self._timeout if timeout is None else timeout
-        router.outbound.send(self._group, tag, _OBJECT, parts, nbytes, timeout).result()
+        router.outbound.send(self.group, tag, _OBJECT, parts, nbytes, timeout).result()
 
     def recv(self, peer: Any, source: int, out: Any, tag: int, timeout: float | None) -> Status:
         view = writable(out)
@@ -67,7 +67,7 @@ class Messages:
             self._hub,
             "recv from",
             self._anyone if peer is None else peer,
-            self._group,
+            self.group,
             source,
             tag,
             view,
@@ -107,7 +107,7 @@ class Messages:
         if not ANY_TAG <= tag <= MAX_TAG:
             raise bad_tag(tag)
         timeout = self._timeout if timeout is None else timeout
-        return Probe(self._hub, "probe of", peer, self._group, source, tag, self._sources, timeout).complete()
+        return Probe(self._hub, "probe of", peer, self.group, source, tag, self._sources, timeout).complete()
 
     def iprobe(self, source: int, tag: int) -> Status | None:
         if not ANY_TAG <= tag <= MAX_TAG:
@@ -115,12 +115,12 @@ class Messages:
         with self._hub.engine:
             self._hub.check_open()
             self._hub.engine.turn()
-            message = self._hub.matcher.peek(self._group, source, tag)
+            message = self._hub.matcher.peek(self.group, source, tag)
         return None if message is None else Status(self._sources.get(message.source), message.match_tag, message.nbytes)
 
     def signal(self, router: Router, tag: int, timeout: float | None) -> None:
         """An empty message under a tag of our own."""
-        router.outbound.send_buffer(self._group, tag, EMPTY, timeout)
+        router.outbound.send_buffer(self.group, tag, EMPTY, timeout)
 
     def await_signal(self, op: str, peer: Any, source: int, tag: int, timeout: float | None) -> None:
         self._receive(op, peer, source, EMPTY, tag, False, timeout).complete()
@@ -139,7 +139,7 @@ class Messages:
             self._hub,
             op,
             self._anyone if peer is None else peer,
-            self._group,
+            self.group,
             source,
             tag,
             view,

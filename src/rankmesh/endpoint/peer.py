@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.endpoint.loopback import Loopback
+from rankmesh.endpoint.matching import ANY_TAG
+from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.endpoint.transfers import Status
 from rankmesh.endpoint.work import Work
@@ -15,7 +17,6 @@ from rankmesh.wire.messages import Identity
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
-    from rankmesh.endpoint.messages import Messages
 
 #: The tag of `Peer.barrier`, out of the users' range.
 _BARRIER: Final = -2
@@ -56,6 +57,14 @@ class Peer:
     def rank(self) -> int | None:
         """Its rank in the world of this endpoint's mesh, if it has one."""
         return self.identity.rank if self.identity is not None else None
+
+    @property
+    def host(self) -> str:
+        return self.identity.host if self.identity is not None else ""
+
+    @property
+    def pid(self) -> int | None:
+        return self.identity.pid if self.identity is not None else None
 
     @property
     def connected(self) -> bool:
@@ -102,9 +111,11 @@ class Peer:
 
     def send(self, data: Any, tag: int = 0, timeout: float | None = None) -> None:
         """Send a buffer from where it lies. On return it may be reused."""
-        self._messages.send(self.router, data, tag, timeout)
+        if not 0 <= tag <= MAX_TAG:
+            raise bad_tag(tag)
+        self.router.outbound.send_buffer(self._messages.group, tag, data, timeout)
 
-    def recv(self, out: Any, tag: int = 0, timeout: float | None = None) -> Status:
+    def recv(self, out: Any, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Receive into a buffer."""
         return self._messages.recv(self, self.router.index, out, tag, timeout)
 
@@ -112,7 +123,7 @@ class Peer:
         """Like `send`, without waiting. The buffer belongs to the Work until it is done."""
         return self._messages.isend(self.router, data, tag, timeout)
 
-    def irecv(self, out: Any, tag: int = 0, timeout: float | None = None) -> Work[Status]:
+    def irecv(self, out: Any, tag: int = ANY_TAG, timeout: float | None = None) -> Work[Status]:
         """Like `recv`, without waiting."""
         return self._messages.irecv(self, self.router.index, out, tag, timeout)
 
@@ -120,7 +131,7 @@ class Peer:
         """Send an object by the codec: msgpack, arrays out of band."""
         self._messages.send_object(self.router, obj, tag, timeout)
 
-    def recv_object(self, tag: int = 0, timeout: float | None = None) -> Any:
+    def recv_object(self, tag: int = ANY_TAG, timeout: float | None = None) -> Any:
         return self._messages.recv_object(self, self.router.index, tag, timeout)
 
     def sendrecv(
@@ -130,11 +141,11 @@ class Peer:
         recv_tag = tag if recv_tag is None else recv_tag
         return self._messages.sendrecv(self.router, self, self.router.index, data, out, tag, recv_tag, timeout)
 
-    def probe(self, tag: int = 0, timeout: float | None = None) -> Status:
+    def probe(self, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Wait until a message could be received, and tell its tag and size."""
         return self._messages.probe(self, self.router.index, tag, timeout)
 
-    def iprobe(self, tag: int = 0) -> Status | None:
+    def iprobe(self, tag: int = ANY_TAG) -> Status | None:
         """Like `probe`, without waiting: None when there is no message now."""
         return self._messages.iprobe(self.router.index, tag)
 

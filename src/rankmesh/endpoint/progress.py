@@ -188,7 +188,7 @@ class Engine:
 
     # ------------------------------------------------------------------ waiting
 
-    def drive(self, work: Waited, deadline: float) -> None:
+    def drive(self, work: Waited, deadline: float) -> None:  # noqa: C901  # the hot path, written out for its speed
         """Return when `work` is done or the deadline has passed."""
         leader = self.leader
         if leader is not None and leader is not self._background_marker:
@@ -212,6 +212,8 @@ class Engine:
                         for fd, mask in events:
                             if fd in handlers:
                                 handlers[fd](mask)
+                        if self.backlog and not work.finished:
+                            self._work_off_backlog()
                         if work.finished:
                             spin.misses = 0
                             return
@@ -245,6 +247,9 @@ class Engine:
 
     def _block(self, work: Waited, deadline: float) -> None:
         while not work.finished:
+            if self.backlog:
+                self._work_off_backlog()
+                continue
             now = monotonic()
             if now >= self._next_timer:
                 self._run_timers(now)
@@ -290,7 +295,7 @@ class Engine:
                 try:
                     if self.deferred:
                         self._run_deferred()
-                    parker.acquire(timeout=min(remaining, threading.TIMEOUT_MAX))
+                    parker.acquire(timeout=min(remaining, work.look_every))
                 finally:
                     self.acquire()
                 if self.leader is None or self.leader is self._background_marker:
@@ -446,21 +451,29 @@ class Engine:
     # ------------------------------------------------------------------ the end
 
     def stop(self) -> None:
-        """End the background thread and free the descriptors. Without the lock; the caller has closed what was
-        watched."""
+        """End the background thread and free the descriptors. Without the lock; the caller has closed what was watched
+        and failed what anybody waits for."""
         with self:
             if self.closed:
                 return
             self.closed = True
-            self._handlers.clear()  # the waker's too: it stays ready, and wakes all who sleep in epoll, leader or not
             self._waker.release()
             self.wake_background()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+        while self._occupied():  # waiters whose operation has failed are on their way out, and need the lock for it
+            sleep(STEP_ASIDE)
         with self:
             self._epoll.close()
             os.close(self._waker.fd)
             _engines.discard(self)
+
+    def _occupied(self) -> bool:
+        with self:
+            leading = self.leader is not None and self.leader is not self._background_marker
+            if leading:
+                self._waker.release()
+            return leading or bool(self._followers)
 
     def forked(self) -> None:
         """In a forked child: give up our copies of the descriptors, and nothing else."""

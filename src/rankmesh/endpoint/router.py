@@ -21,7 +21,7 @@ from rankmesh.endpoint.transfers import Send
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import BusyError, ConnectError, PeerError, PeerLost, ProtocolError, RankmeshError, UsageError
 from rankmesh.wire.header import Flag, Kind
-from rankmesh.wire.messages import Control, Goodbye, Identity, IdleAnswer, IdleAsk
+from rankmesh.wire.messages import Control, Goodbye, Identity, IdleAnswer, IdleAsk, plain
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
@@ -177,8 +177,8 @@ class PeerRouter:
 
     def on_control(self, message: Control) -> None:
         match message:
-            case Goodbye(reason):
-                self.lose(reason or "it closed its endpoint", left=True)
+            case Goodbye(reason, failed):
+                self.lose(reason or "it closed its endpoint", left=not failed)
             case IdleAsk() if self.outbound.paused:
                 self.rest()  # both asked at once: that is agreement enough, and the other side may have closed already
             case IdleAsk():
@@ -241,7 +241,7 @@ class PeerRouter:
     # ------------------------------------------------------------------ the end
 
     def unwritable(self, error: OSError) -> None:
-        """The link takes nothing any more. If it was agreed to end, what the other side sent first is still to be read."""
+        """The link takes nothing any more. If it was agreed to end, what the other side sent is still to be read."""
         if not self.outbound.paused:
             self.broken(error)
 
@@ -317,6 +317,12 @@ class PeerRouter:
         """This side sends nothing more. What was sent still arrives."""
         if self.link is not None:
             self.outbound.message(Goodbye(reason), Kind.GOODBYE, Lane.MESSAGE)
+
+    def say_failed(self, reason: str) -> None:
+        """This side ends because of an error. The connection ends in order, so that the reason arrives."""
+        if self.link is not None:
+            self.outbound.message(Goodbye(plain(reason), failed=True), Kind.GOODBYE)
+            self._release_link(abort=False)
 
     def known(self, now: float) -> str:
         """What is known of the peer, for the message of an operation that timed out."""

@@ -23,10 +23,14 @@ class Waited(Protocol):
     def finished(self) -> bool: ...
 
     parker: Parker | None
+    #: Seconds a follower sleeps at most before it looks itself whether it is finished.
+    look_every: float
 
 
 class Until:
-    """Waits for a condition, looked at whenever something happened."""
+    """Waits for a condition, looked at whenever something happened, and by a follower now and then."""
+
+    look_every = 0.01
 
     def __init__(self, condition: Callable[[], bool]) -> None:
         self._condition = condition

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Generator
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -30,6 +31,7 @@ class Work(Generic[T]):
     _value: T | None = None
     finished = False
     parker: Parker | None = None
+    look_every = threading.TIMEOUT_MAX
 
     def __init__(self, engine: Engine, op: str, peer: Any, tag: int | None, timeout: float) -> None:
         self._engine = engine
@@ -109,7 +111,8 @@ class Work(Generic[T]):
         return self.outcome()
 
     def __repr__(self) -> str:
-        state = "pending" if not self.finished else "failed" if self._error is not None else "done"
+        cancelled = isinstance(self._error, CancelledError)
+        state = "cancelled" if cancelled else "failed" if self._error else "done" if self.finished else "pending"
         return f"<Work {self._describe()}: {state}>"
 
     # ------------------------------------------------------------------ for the endpoint, with the engine's lock

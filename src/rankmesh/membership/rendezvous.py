@@ -26,7 +26,7 @@ import msgspec
 
 from rankmesh.config import Config
 from rankmesh.endpoint import Endpoint
-from rankmesh.errors import ConfigError, DeadlineError, JoinError, PeerLost
+from rankmesh.errors import ConfigError, ConnectError, DeadlineError, JoinError, PeerLost
 from rankmesh.membership.environment import Placement, is_loopback
 from rankmesh.membership.interfaces import choose_address
 from rankmesh.membership.store import StoreClient, StoreServer
@@ -211,7 +211,15 @@ def open_endpoint(meeting: Meeting, config: Config) -> Endpoint:
 def meet(endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:
     """Claim our rank, and wait until all are claimed."""
     timeout = max(deadline - monotonic(), 0.1)
-    peer = endpoint.connect({"addresses": [str(address) for address in meeting.stores]}, timeout)
+    try:
+        peer = endpoint.connect({"addresses": [str(address) for address in meeting.stores]}, timeout)
+    except ConnectError as error:
+        raise JoinError(
+            f"The store that rank 0 or the launcher hosts cannot be reached at {error.address}: {error.reason}. "
+            f"{error.hint}",
+            missing=(0,),
+            size=meeting.size,
+        ) from error
     store = StoreClient(endpoint, peer)
     info = endpoint.info()
     mine = Member(

@@ -56,9 +56,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
-    """This side will send nothing more, and why."""
+    """This side will send nothing more, and why; `failed`: because of an error, so the rest of the world is told."""
 
     reason: str = ""
+    failed: bool = False
 
     def __post_init__(self) -> None:
         if not _plain(self.reason):
