@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import pytest
 
-from timing import scaled
+from timing import scaled, wait_until
 
 PROGRAM = Path(__file__).with_name("host_program.py")
 PATIENCE = 40.0
@@ -30,9 +30,10 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
-def ip(*words: str) -> None:
+def ip(*words: str) -> str:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=scaled(PATIENCE), check=False)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done.stdout
 
 
 class Host:
@@ -61,8 +62,12 @@ class Host:
         self.ip("addr", "add", f"{self.ipv6}/64", "dev", self.link, "nodad")
         self.ip("link", "set", self.link, "up")
 
-    def ip(self, *words: str) -> None:
-        ip("-n", self.name, *words)
+    def is_up(self) -> bool:
+        """The kernel has noticed the carrier of both interfaces: it takes its time after `link set up`."""
+        return all("state UP" in self.ip("link", "show", "dev", name) for name in (self.link, self.dummy))
+
+    def ip(self, *words: str) -> str:
+        return ip("-n", self.name, *words)
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
         """A Python program on this host."""
@@ -94,6 +99,7 @@ class TwoHosts:
             first.ip("link", "add", first.link, "type", "veth", "peer", "name", second.link, "netns", second.name)
             for host in self.hosts:
                 host.plug_in()
+            wait_until(lambda: all(host.is_up() for host in self.hosts), PATIENCE, "interfaces that are up")
             self._stack = stack.pop_all()
         return self
 

@@ -57,7 +57,9 @@ class Pair:
 
 
 @contextmanager
-def open_pair(medium: Medium, through: Callable[[str], str] = lambda address: address, **settings: Any) -> Iterator[Pair]:
+def open_pair(
+    medium: Medium, through: Callable[[str], str] = lambda address: address, **settings: Any
+) -> Iterator[Pair]:
     """Left connects to right; `through` may put something between them."""
     config = medium.config.override(**settings)
     with ExitStack() as stack:

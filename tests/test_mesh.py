@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -228,7 +230,8 @@ def test_wildcard_receive_ends_when_nobody_is_left(transport: str) -> None:
 
 def _works(mesh: Mesh) -> None:
     if mesh.rank == 0:
-        out, seen = blank(10), []
+        out: Any = blank(10)
+        seen: list[Any] = []
         receive = mesh.irecv(out, source=1, tag=1)
         receive.add_done_callback(seen.append)
         assert not receive.done()

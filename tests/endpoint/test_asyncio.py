@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from peers import BRIEFLY, SOON, Call, Pair, blank, is_blank, pattern
-from rankmesh import CancelledError, DeadlineError
+from rankmesh import CancelledError, DeadlineError, Work
 from rankmesh.config import KIB, MIB
 
 
@@ -33,10 +33,9 @@ def test_loop_goes_on_while_a_work_is_awaited(pair: Pair) -> None:
         ticking = asyncio.create_task(ticks(turns))
         out = blank(10)
         receive = pair.back.irecv(out, tag=1)
-        sender = Call(lambda: (asyncio.run(asyncio.sleep(0.3)), pair.there.send(pattern(10), tag=1)))
+        asyncio.get_running_loop().call_later(0.3, lambda: pair.there.send(pattern(10), tag=1))
         status = await receive
         ticking.cancel()
-        sender.result()
         assert status == (pair.back, 1, 10)
         assert np.array_equal(out, pattern(10))
         assert len(turns) >= 10, "the loop stood still"
@@ -47,7 +46,7 @@ def test_loop_goes_on_while_a_work_is_awaited(pair: Pair) -> None:
 def test_large_messages_both_ways(pair: Pair) -> None:
     async def main() -> None:
         outs = [blank(2 * MIB), blank(2 * MIB)]
-        works = [
+        works: list[Work[Any]] = [
             pair.back.irecv(outs[0], tag=1),
             pair.there.irecv(outs[1], tag=1),
             pair.there.isend(pattern(2 * MIB, 0), tag=1),

@@ -57,20 +57,24 @@ def test_unknown_name(tcp: Medium) -> None:
 
 
 def test_info_of_an_endpoint_is_an_address(medium: Medium) -> None:
-    with Endpoint(medium.address, name="right", config=medium.config) as right:
-        with Endpoint(None, name="left", config=medium.config) as left:
-            info = right.info()
-            assert info["addresses"] == [right.address]
-            assert left.address == ""
-            peer = left.connect(info, timeout=SOON)
-            assert (peer.name, peer.uid) == ("right", right.uid)
-            assert right.accept(timeout=SOON).name == "left"
+    config = medium.config
+    with (
+        Endpoint(medium.address, name="right", config=config) as right,
+        Endpoint(None, name="left", config=config) as left,
+    ):
+        info = right.info()
+        assert info["addresses"] == [right.address]
+        assert left.address == ""
+        peer = left.connect(info, timeout=SOON)
+        assert (peer.name, peer.uid) == ("right", right.uid)
+        assert right.accept(timeout=SOON).name == "left"
 
 
 def test_endpoint_that_does_not_listen_cannot_be_connected_to(inproc: Medium) -> None:
     with Endpoint(None, name="deaf") as deaf, Endpoint(inproc.address) as endpoint:
+        info = deaf.info()
         with pytest.raises(ConfigError, match="no address to connect to"):
-            endpoint.connect(deaf.info())
+            endpoint.connect(info)
 
 
 def test_connecting_twice_gives_the_same_peer(medium: Medium) -> None:
@@ -85,7 +89,10 @@ def test_connecting_twice_gives_the_same_peer(medium: Medium) -> None:
 
 
 def test_many_threads_may_connect_to_one_address(medium: Medium) -> None:
-    with Endpoint(medium.address, config=medium.config) as right, Endpoint(medium.address, config=medium.config) as left:
+    with (
+        Endpoint(medium.address, config=medium.config) as right,
+        Endpoint(medium.address, config=medium.config) as left,
+    ):
         calls = [Call(left.connect, right.address, timeout=SOON) for _ in range(8)]
         peers = {call.result() for call in calls}
         assert len(peers) == 1
@@ -203,7 +210,7 @@ class TestSimultaneous:
 
 def test_closing_tells_the_peer(pair: Pair) -> None:
     waiting = Call(pair.back.recv, bytearray(1), timeout=SOON)
-    wait_until(lambda: pair.right.hub.matcher.posted(), 5)
+    wait_until(pair.right.hub.matcher.posted, 5)
     pair.left.close()
     with pytest.raises(PeerLost) as caught:
         waiting.result()
@@ -249,13 +256,13 @@ def test_closed_endpoint_says_so(medium: Medium) -> None:
             lambda: pair.there.recv(out),
             lambda: pair.there.irecv(out),
             lambda: pair.there.send_object(1),
-            lambda: pair.there.recv_object(),
-            lambda: pair.there.probe(),
-            lambda: pair.there.iprobe(),
+            pair.there.recv_object,
+            pair.there.probe,
+            pair.there.iprobe,
             lambda: pair.left.recv(out),
             lambda: pair.left.connect(pair.right.address),
-            lambda: pair.left.accept(),
-            lambda: pair.there.barrier(),
+            pair.left.accept,
+            pair.there.barrier,
         ):
             with pytest.raises(ClosedError, match="closed"):
                 call()
@@ -265,13 +272,19 @@ def test_closed_endpoint_says_so(medium: Medium) -> None:
 def test_error_inside_the_block_aborts(medium: Medium) -> None:
     """The peer is not kept waiting for a goodbye."""
     with Endpoint(medium.address, config=medium.config) as right:
-        with pytest.raises(ZeroDivisionError), Endpoint(medium.address, config=medium.config) as left:
-            left.connect(right.address, timeout=SOON)
-            peer = right.accept(timeout=SOON)
-            raise ZeroDivisionError
+        peers = []
+
+        def fail() -> None:
+            with Endpoint(medium.address, config=medium.config) as left:
+                left.connect(right.address, timeout=SOON)
+                peers.append(right.accept(timeout=SOON))
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
         with pytest.raises(PeerLost) as caught:
-            peer.recv(bytearray(1), timeout=SOON)
-        assert "closed" in caught.value.reason
+            peers[0].recv(bytearray(1), timeout=SOON)
+        assert caught.value.reason == "it raised ZeroDivisionError"
 
 
 def test_status_lines(tcp: Medium) -> None:

@@ -17,7 +17,7 @@ from rankmesh import ClosedError, Endpoint
 from rankmesh.config import MIB
 from timing import scaled, wait_until
 
-# Python 3.12 warns of every fork() in a process with threads; that the child only does what is tested here is the point.
+# Python 3.12 warns of every fork() in a process with threads, and here that is what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
@@ -75,17 +75,17 @@ def test_child_gets_closed_error_from_everything(pair: Pair) -> None:
             lambda: pair.there.recv(out),
             lambda: pair.there.irecv(out),
             lambda: pair.there.send_object({}),
-            lambda: pair.there.recv_object(),
-            lambda: pair.there.probe(),
-            lambda: pair.there.iprobe(),
-            lambda: pair.there.barrier(),
+            pair.there.recv_object,
+            pair.there.probe,
+            pair.there.iprobe,
+            pair.there.barrier,
             lambda: pair.left.recv(out),
             lambda: pair.left.connect(pair.right.address),
-            lambda: pair.left.accept(),
-            lambda: pair.left.close(),
-            lambda: pair.left.abort(),
-            lambda: receive.wait(),
-            lambda: receive.cancel(),
+            pair.left.accept,
+            pair.left.close,
+            pair.left.abort,
+            receive.wait,
+            receive.cancel,
         ):
             with pytest.raises(ClosedError, match="fork"):
                 call()
@@ -137,6 +137,7 @@ def test_fork_while_others_wait_and_send(pair: Pair) -> None:
 def test_child_may_make_endpoints_of_its_own(tcp: Medium) -> None:
     """Descriptors that the child opens are not closed by what it inherited."""
     with open_pair(tcp) as pair:
+
         def child() -> None:
             with open_pair(tcp) as own:
                 out = bytearray(1)

@@ -68,7 +68,8 @@ def check_nothing_remains(pair: Pair) -> None:
     """No transfer, receive or message is left on either side."""
     for endpoint, peer in ((pair.left, pair.there), (pair.right, pair.back)):
         router = router_of(peer)
-        wait_until(lambda router=router: router.outbound.idle and router.inbound.idle, 10, f"{endpoint} to be idle")
+        for half in (router.outbound, router.inbound):
+            wait_until(lambda half=half: half.idle, 10, f"{endpoint} to be idle")  # type: ignore[misc]
         assert repr(endpoint.hub.matcher) == "<Matcher 0 receives posted, 0 messages waiting>"
 
 
@@ -302,11 +303,12 @@ def test_call_that_a_signal_interrupts_gives_its_buffer_back(pair: Pair, verb: s
 
     main = threading.get_ident()
     interrupting = Call(interrupt)
+    wait: dict[str, Callable[[], object]] = {
+        "recv": lambda: pair.back.recv(out, tag=1, timeout=SOON),
+        "send": lambda: pair.back.send(data, tag=1, timeout=SOON),
+    }
     with pytest.raises(Interrupted):
-        if verb == "recv":
-            pair.back.recv(out, tag=1, timeout=SOON)
-        else:
-            pair.back.send(data, tag=1, timeout=SOON)
+        wait[verb]()
     interrupting.result()
     data[:] = 0
     wait_until(lambda: pair.there.iprobe(tag=1) is None, 10, "the withdrawal")

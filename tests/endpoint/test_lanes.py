@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -120,66 +121,81 @@ def test_what_was_begun_elsewhere_comes_first() -> None:
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("push"), st.sampled_from(list(Lane)), st.integers(0, 200)),
-        st.tuples(st.just("bulk"), st.lists(st.integers(0, DATA_LIMIT), max_size=4), st.just(0)),
-        st.tuples(st.just("send"), st.integers(1, 2 * DATA_LIMIT), st.just(0)),
-        st.tuples(st.just("send"), st.integers(1, 90), st.just(0)),
-        st.tuples(st.just("withdraw"), st.integers(0, 100), st.just(0)),
+        st.tuples(st.just("bulk"), st.lists(st.integers(0, DATA_LIMIT), max_size=4)),
+        st.tuples(st.just("send"), st.integers(1, 2 * DATA_LIMIT)),
+        st.tuples(st.just("send"), st.integers(1, 90)),
+        st.tuples(st.just("withdraw"), st.integers(0, 100)),
     ),
     max_size=25,
 )
 
 
+class Traffic:
+    """A queue under random use, and what must come out of it."""
+
+    def __init__(self) -> None:
+        self.queue = OutQueue()
+        self.stream = b""
+        self.owners: list[Owner] = []
+        self.contents: list[bytes] = []
+        self.lanes: dict[int, Lane] = {}
+        self.withdrawn: set[int] = set()
+        self.forgotten: set[int] = set()
+
+    def push(self, lane: Lane, size: int) -> None:
+        owner = self._new([size])
+        self.lanes[owner.ident] = lane
+        self.queue.push(lane, frame(owner.ident, owner.parts[0], owner))
+
+    def bulk(self, sizes: list[int]) -> None:
+        self.queue.push_bulk(self._new(sizes))
+
+    def _new(self, sizes: list[int]) -> Owner:
+        fill = bytes([len(self.owners) + 1])
+        owner = Owner(len(self.owners), [bytearray(fill * size) for size in sizes])
+        self.owners.append(owner)
+        self.contents.append(fill * sum(sizes))
+        return owner
+
+    def send(self, nbytes: int) -> None:
+        self.stream += send(self.queue, nbytes)
+
+    def withdraw(self, at: int) -> None:
+        """Give up one that waits; its memory is overwritten at once."""
+        waiting = [owner for owner in self.queue.owners() if isinstance(owner, Owner)]
+        if waiting:
+            owner = waiting[at % len(waiting)]
+            self.withdrawn.add(owner.ident)
+            if self.queue.withdraw(owner):
+                self.forgotten.add(owner.ident)
+            for part in owner.parts:
+                part[:] = bytes(len(part))
+            assert owner not in self.queue.owners()
+
+    def check(self) -> None:
+        seen: dict[int, bytes] = {}
+        order: dict[Lane, list[int]] = {lane: [] for lane in Lane}
+        for kind, ident, payload, offset in frames(self.stream + drain(self.queue, 100_000)):
+            if kind == Kind.DATA:
+                assert offset == len(seen.get(ident, b"")), "pieces of a transfer out of order"
+                assert 0 < len(payload) <= DATA_LIMIT
+            else:
+                order[self.lanes[ident]].append(ident)
+            seen[ident] = seen.get(ident, b"") + payload
+        assert all(idents == sorted(idents) for idents in order.values()), "a lane lost its order"
+        assert not self.forgotten & seen.keys()
+        for ident, (owner, content) in enumerate(zip(self.owners, self.contents, strict=True)):
+            got = seen.get(ident, b"")
+            assert content.startswith(got), "withdrawn memory was read"
+            assert ident in self.withdrawn or (got == content and owner.sent == len(content))
+
+
 @given(steps)
-def test_stream_is_whole_however_it_is_split_and_whatever_is_withdrawn(steps: list[tuple[object, ...]]) -> None:
-    """The stream decodes; lanes keep their order; withdrawn memory is overwritten at once and never seen."""
-    queue, stream = OutQueue(), b""
-    owners: dict[int, Owner] = {}
-    contents: dict[int, bytes] = {}
-    forgotten: set[int] = set()
-    withdrawn: set[int] = set()
-    lanes: dict[int, Lane] = {}
-    for step in steps:
-        ident = len(owners) + 1
-        fill = bytes([ident])
-        match step:
-            case ("push", Lane() as lane, int(size)):
-                owner = Owner(ident, [bytearray(fill * size)])
-                owners[ident], contents[ident], lanes[ident] = owner, fill * size, lane
-                queue.push(lane, frame(ident, owner.parts[0], owner))
-            case ("bulk", list(sizes), _):
-                owner = Owner(ident, [bytearray(fill * size) for size in sizes])
-                owners[ident], contents[ident] = owner, fill * sum(sizes)
-                queue.push_bulk(owner)
-            case ("send", int(nbytes), _):
-                stream += send(queue, nbytes)
-            case ("withdraw", int(at), _) if owners:
-                ident = at % len(owners) + 1
-                if ident not in withdrawn and owners[ident] in queue.owners():
-                    withdrawn.add(ident)
-                    if queue.withdraw(owners[ident]):
-                        forgotten.add(ident)
-                    for part in owners[ident].parts:
-                        part[:] = bytes(len(part))
-                    assert owners[ident] not in queue.owners()
-    stream += drain(queue, 100_000)
-    seen: dict[int, bytes] = {}
-    order: dict[Lane, list[int]] = {lane: [] for lane in Lane}
-    for kind, ident, payload, offset in frames(stream):
-        if kind == Kind.DATA:
-            assert offset == len(seen.get(ident, b"")), "pieces of a transfer out of order"
-            assert 0 < len(payload) <= DATA_LIMIT
-        else:
-            order[lanes[ident]].append(ident)
-        seen[ident] = seen.get(ident, b"") + payload
-    assert all(idents == sorted(idents) for idents in order.values()), "a lane lost its order"
-    for ident, owner in owners.items():
-        got = seen.get(ident, b"")
-        assert contents[ident].startswith(got), "withdrawn memory was read"
-        if ident in forgotten:
-            assert ident not in seen
-        elif ident not in withdrawn:
-            assert got == contents[ident]
-            assert owner.sent == len(got)
+def test_stream_is_whole_however_it_is_split_and_whatever_is_withdrawn(steps: list[tuple[Any, ...]]) -> None:
+    traffic = Traffic()
+    for verb, *arguments in steps:
+        getattr(traffic, verb)(*arguments)
+    traffic.check()
 
 
 def test_withdrawn_transfer_ends_after_the_piece_that_has_begun() -> None:

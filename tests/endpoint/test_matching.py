@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -86,36 +87,51 @@ steps = st.lists(
 )
 
 
+class Both:
+    """The matcher and the model, given the same to do."""
+
+    def __init__(self) -> None:
+        self.matcher: Matcher[Item, Item] = Matcher()
+        self.model = Model()
+        self.matched: list[Item] = []  # receives whose message may be withdrawn
+
+    def post(self, group: int, source: int, tag: int) -> None:
+        receive = Item(group, source, tag)
+        assert post(self.matcher, receive) is self.model.post(receive)
+
+    def arrive(self, group: int, source: int, tag: int) -> None:
+        message = Item(group, source, tag)
+        taker = arrive(self.matcher, message)
+        assert taker is self.model.arrive(message)
+        if taker is not None:
+            self.matched.append(taker)
+
+    def unpost(self, at: int) -> None:
+        if self.model.posted:
+            receive = self.model.posted.pop(at % len(self.model.posted))
+            assert self.matcher.unpost(receive) is True
+            assert self.matcher.unpost(receive) is False
+
+    def discard(self, at: int) -> None:
+        if self.model.waiting:
+            message = self.model.waiting.pop(at % len(self.model.waiting))
+            assert self.matcher.discard(message) is True
+            assert self.matcher.discard(message) is False
+
+    def repost(self, at: int) -> None:
+        if self.matched:
+            receive = self.matched.pop(at % len(self.matched))
+            assert post(self.matcher, receive, again=True) is self.model.repost(receive)
+
+
 @given(steps)
-def test_matcher_does_what_the_model_does(steps: list[tuple[str, ...] | tuple[str, int, int, int]]) -> None:
-    matcher: Matcher[Item, Item] = Matcher()
-    model = Model()
-    matched: list[Item] = []  # receives whose message may be withdrawn
-    for step in steps:
-        match step:
-            case ("post", int(group), int(source), int(tag)):
-                receive = Item(group, source, tag)
-                assert post(matcher, receive) is model.post(receive)
-            case ("arrive", int(group), int(source), int(tag)):
-                message = Item(group, source, tag)
-                taker = arrive(matcher, message)
-                assert taker is model.arrive(message)
-                if taker is not None:
-                    matched.append(taker)
-            case ("unpost", int(at)) if model.posted:
-                receive = model.posted.pop(at % len(model.posted))
-                assert matcher.unpost(receive) is True
-                assert matcher.unpost(receive) is False
-            case ("discard", int(at)) if model.waiting:
-                message = model.waiting.pop(at % len(model.waiting))
-                assert matcher.discard(message) is True
-                assert matcher.discard(message) is False
-            case ("repost", int(at)) if matched:
-                receive = matched.pop(at % len(matched))
-                assert post(matcher, receive, again=True) is model.repost(receive)
-        assert matcher.posted() == model.posted
-        assert sorted(matcher.unexpected(), key=lambda message: message.order) == model.waiting
-    check_nothing_remains(matcher, model)
+def test_matcher_does_what_the_model_does(steps: list[tuple[Any, ...]]) -> None:
+    both = Both()
+    for verb, *arguments in steps:
+        getattr(both, verb)(*arguments)
+        assert both.matcher.posted() == both.model.posted
+        assert sorted(both.matcher.unexpected(), key=lambda message: message.order) == both.model.waiting
+    check_nothing_remains(both.matcher, both.model)
 
 
 def check_nothing_remains(matcher: Matcher[Item, Item], model: Model) -> None:

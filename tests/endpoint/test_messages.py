@@ -1,4 +1,4 @@
-"""Messages between two endpoints, over every transport: order, matching, sizes, truncation, kinds, checks of arguments."""
+"""Messages between two endpoints, over every transport: order, matching, sizes, truncation, kinds, arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_order_is_kept_per_tag_whatever_the_sizes(pair: Pair) -> None:
     rng = random.Random(seed)
     sizes = [rng.choice([0, 1, 100, EAGER, EAGER + 1, 3 * EAGER]) for _ in range(60)]
     tags = [rng.randrange(3) for _ in sizes]
-    sends = [pair.there.isend(pattern(size, at), tag=tag) for at, (size, tag) in enumerate(zip(sizes, tags, strict=True))]
+    sends = [
+        pair.there.isend(pattern(size, at), tag=tag) for at, (size, tag) in enumerate(zip(sizes, tags, strict=True))
+    ]
     for tag in (2, 0, 1):
         for at in (at for at, of_tag in enumerate(tags) if of_tag == tag):
             out = blank(4 * EAGER)
@@ -82,15 +84,14 @@ def test_wildcard_takes_what_arrived_first(pair: Pair) -> None:
 
 
 def test_any_source_tells_who_it_was(medium: Medium) -> None:
-    with Endpoint(medium.address, config=medium.config) as hub:
-        with open_pair(medium) as pair:
-            for endpoint, value in ((pair.left, 1), (pair.right, 2)):
-                endpoint.connect(hub.address, timeout=SOON).send(bytes([value]), tag=1)
-            out, seen = bytearray(1), {}
-            for _ in range(2):
-                status = hub.recv(out, tag=1, timeout=SOON)
-                seen[out[0]] = status.source.name
-            assert seen == {1: "left", 2: "right"}
+    with Endpoint(medium.address, config=medium.config) as hub, open_pair(medium) as pair:
+        for endpoint, value in ((pair.left, 1), (pair.right, 2)):
+            endpoint.connect(hub.address, timeout=SOON).send(bytes([value]), tag=1)
+        out, seen = bytearray(1), {}
+        for _ in range(2):
+            status = hub.recv(out, tag=1, timeout=SOON)
+            seen[out[0]] = status.source.name
+        assert seen == {1: "left", 2: "right"}
 
 
 def test_receive_with_another_tag_leaves_the_message(pair: Pair) -> None:
@@ -106,7 +107,9 @@ def test_receive_with_another_tag_leaves_the_message(pair: Pair) -> None:
 
 @pytest.mark.parametrize("nbytes", [100, EAGER, EAGER + 1, 2 * MIB])
 @pytest.mark.parametrize("posted_first", [True, False], ids=["posted", "unexpected"])
-def test_too_small_a_buffer_is_told_and_nothing_after_it_is_misread(pair: Pair, nbytes: int, posted_first: bool) -> None:
+def test_too_small_a_buffer_is_told_and_nothing_after_it_is_misread(
+    pair: Pair, nbytes: int, posted_first: bool
+) -> None:
     small, after = blank(nbytes - 1), bytearray(5)
     if posted_first:
         receive = pair.back.irecv(small, tag=1)
@@ -152,7 +155,7 @@ def test_object_receive_of_a_buffer_fails_and_leaves_it(pair: Pair, nbytes: int)
 @pytest.mark.parametrize("nbytes", [0, 1000, 300 * KIB])
 @pytest.mark.parametrize("posted_first", [True, False], ids=["posted", "unexpected"])
 def test_objects(pair: Pair, nbytes: int, posted_first: bool) -> None:
-    obj = {"name": "x", "array": pattern(nbytes).reshape(-1, 1), "nested": [1, 2.5, None, b"bytes"]}
+    obj: dict[str, Any] = {"name": "x", "array": pattern(nbytes).reshape(-1, 1), "nested": [1, 2.5, None, b"bytes"]}
     if posted_first:
         receiving = Call(pair.back.recv_object, tag=2, timeout=SOON)
         pair.there.send_object(obj, tag=2, timeout=SOON)
@@ -286,7 +289,11 @@ def test_tags_out_of_range_are_refused_by_receives(inproc: Medium, tag: int) -> 
     with open_pair(inproc) as pair:
         out = bytearray(1)
         peer = pair.there
-        for call in (lambda: peer.recv(out, tag=tag), lambda: peer.irecv(out, tag=tag), lambda: peer.recv_object(tag=tag)):
+        for call in (
+            lambda: peer.recv(out, tag=tag),
+            lambda: peer.irecv(out, tag=tag),
+            lambda: peer.recv_object(tag=tag),
+        ):
             with pytest.raises(UsageError, match="is not a tag"):
                 call()
         for call in (lambda: peer.probe(tag=tag), lambda: peer.iprobe(tag=tag)):

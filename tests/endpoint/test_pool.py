@@ -1,4 +1,4 @@
-"""Two connections, one survives: the rule as a table, and both sides of a simultaneous connect in every order of events."""
+"""Two connections, one survives: the rule as a table, and a simultaneous connect in every order of events."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_of_two_simultaneous_connections_exactly_one_survives_in_every_order_of_
     todo, seen, ends = [start], {start}, 0
     while todo:
         world = todo.pop()
-        first = {connection: message for connection, message in reversed(world.under_way)}
+        first = dict(reversed(world.under_way))
         if not first:
             assert world.low.connected == world.high.connected, "the sides kept different connections"
             assert len(world.low.connected) == 1

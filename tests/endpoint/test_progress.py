@@ -176,7 +176,7 @@ def test_stop_with_waiters_ends_cleanly() -> None:
         engine.start()
         works = [new_work(engine) for _ in range(4)]
         calls = [Call(work.result) for work in works]
-        wait_until(lambda: engine.leader in works, 5)
+        wait_until(lambda engine=engine, works=works: engine.leader in works, 5)  # type: ignore[misc]
         with engine:
             for work in works:
                 work.fail(ClosedError("the end"))
@@ -262,9 +262,7 @@ def test_handler_of_a_gone_descriptor_is_not_called(engine: Engine) -> None:
         os.close(fd)
 
 
-def test_callbacks_of_users_do_not_stop_the_background_thread(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_callbacks_of_users_do_not_stop_the_background_thread(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     def boom(_: Work[int]) -> None:
         raise RuntimeError("user error")
 

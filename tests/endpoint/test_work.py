@@ -172,5 +172,9 @@ def test_repr_is_a_status_line(engine: Engine, work: Work[int]) -> None:
     finish(engine, work, 1)
     assert repr(work) == "<Work wait for somebody, tag 7: done>"
     failed: Work[int] = Work(engine, "fail", None, None, SOON)
-    failed.cancel()
+    with engine:
+        failed.fail(UsageError("no"))
     assert repr(failed) == "<Work fail: failed>"
+    given_up: Work[int] = Work(engine, "give up", None, None, SOON)
+    given_up.cancel()
+    assert repr(given_up) == "<Work give up: cancelled>"

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import IO
@@ -303,6 +304,16 @@ def test_user_signals_are_passed_on_and_end_nothing(launch: Launch, script: Scri
     assert launched.finish() == 143
 
 
+def test_user_signals_do_not_kill_a_launcher_that_is_ending(launch: Launch, script: Script) -> None:
+    launched = launch("-n", "1", script("signal.signal(signal.SIGUSR1, signal.SIG_IGN); print('ready', flush=True)"))
+    launched.wait_for("[0] ready")
+    never = threading.Event()
+    while launched.process.poll() is None:
+        launched.process.send_signal(signal.SIGUSR1)
+        never.wait(0.001)
+    assert launched.process.returncode == 0
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch, script: Script) -> None:
     program = script("signal.signal(signal.SIGTERM, lambda n, f: print('ignored', flush=True))\n" + WAIT)
     launched = launch("-n", "2", "--grace", "0.3", program)
@@ -451,7 +462,7 @@ def test_a_rank_that_cannot_be_killed_is_given_up(script: Script, monkeypatch: p
             (pid,) = outcome.stuck.values()
             signal_group(pid, signal.SIGKILL)  # nothing stays behind of this test either
     assert outcome.code == 124
-    assert f"rank 0 (pid {pid}) cannot be killed" in outcome.report([], timeout=0.1)[0]
+    assert f"rank 0 (pid {pid}) cannot be killed" in outcome.report(timeout=0.1)[0]
 
 
 def test_a_killed_guard_does_not_end_a_healthy_run(launch: Launch, script: Script) -> None:
@@ -501,7 +512,9 @@ def test_two_nodes_number_their_ranks_and_make_one_world(launch: Launch, script:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["-n", "2", "nosuch.py"], "There is no script 'nosuch.py'"),
+        (["-n", "2", "nosuch.py"], "The file 'nosuch.py' does not exist"),
+        (["-n", "2", "nosuch"], "The file 'nosuch' does not exist"),
+        (["-n", "2", "nosuch"], "or write -m nosuch if it is a module."),
         (["-n", "0", "x.py"], "at least one rank"),
         (["-n", "2"], "no program to run"),
         (["-n", "1", "--nnodes", "2", "x.py"], "Pass --rendezvous"),
@@ -519,6 +532,14 @@ def test_what_cannot_be_started_is_said_in_one_line(
     (line,) = launched.errors.splitlines()
     assert line.startswith("rankmesh: error: ")
     assert said in line
+
+
+@pytest.mark.parametrize("target", ["nosuch.py", "nosuch/train"])
+def test_a_file_that_cannot_be_a_module_is_not_called_one(launch: Launch, target: str) -> None:
+    launched = launch("-n", "1", target)
+    assert launched.finish() == 2
+    assert f"The file '{target}' does not exist" in launched.errors
+    assert "-m" not in launched.errors
 
 
 @pytest.mark.parametrize("words", [["x.py"], ["-n", "x", "x.py"], ["-n", "1", "--rendezvous", "nowhere", "x.py"]])

@@ -132,7 +132,9 @@ def test_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert vars(server)["_nbytes"] == 101
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"rubbish", b"\x81\xa4type\xa3set", b"\x82\xa4type\xa6delete\xa3key\xa1\xff"])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"rubbish", b"\x81\xa4type\xa3set", b"\x82\xa4type\xa6delete\xa3key\xa1\xff"]
+)
 def test_malformed_request_is_refused_and_ends_nothing(body: bytes) -> None:
     with StoreServer("inproc://", Config()) as server, Endpoint(None) as endpoint:
         peer = endpoint.connect(server.address, SOON)
@@ -167,8 +169,9 @@ def test_client_that_went_away_is_not_waited_for() -> None:
 
 def test_wrong_token_is_kept_out() -> None:
     with StoreServer("tcp://127.0.0.1:0", Config(token="right")) as server, Endpoint(None, token="wrong") as endpoint:
+        address = server.address
         with pytest.raises(ConnectError, match="token"):
-            endpoint.connect(server.address, SOON)
+            endpoint.connect(address, SOON)
 
 
 def test_status_line() -> None:

@@ -53,6 +53,8 @@ LONGEST_NAP: Final = 0.004
 STEP_ASIDE: Final = 20e-6
 #: A poll that took this long was kept from the GIL by other threads: polling only disturbs them.
 SLOW_POLL: Final = 0.002
+#: Seconds between looks of a thread that waits for the same work as another.
+SHARED_LOOK: Final = 0.005
 #: Events taken from one poll; the rest is there at the next. (The default allocates room for 1,023.)
 EVENTS: Final = 64
 
@@ -100,7 +102,7 @@ class Engine:
         self._next_timer = math.inf
         #: Users' callbacks to be run without the lock.
         self.deferred: deque[Callable[[], None]] = deque()
-        self._followers: dict[Waited, threading.Lock] = {}
+        self._followers: dict[threading.Lock, Waited] = {}
         self._spin = Spin(spin)
         self._waker = Waker()
         self._drives = 0
@@ -190,56 +192,64 @@ class Engine:
 
     def drive(self, work: Waited, deadline: float) -> None:  # noqa: C901  # the hot path, written out for its speed
         """Return when `work` is done or the deadline has passed."""
-        leader = self.leader
-        if leader is not None and leader is not self._background_marker:
-            self._follow(work, deadline)
-            return
-        self.leader = work
-        try:
-            if self.backlog:
-                self._work_off_backlog()
-            if work.finished:
+        while True:
+            leader = self.leader
+            if leader is not None and leader is not self._background_marker:
+                self._follow(work, deadline)
+            else:
+                self.leader = work
+                try:
+                    if self.backlog:
+                        self._work_off_backlog()
+                    if work.finished:
+                        return
+                    spin = self._spin
+                    if spin.skip:
+                        spin.skip -= 1
+                    elif spin.seconds:  # poll until `work` is done, or for so long without an event
+                        poll, handlers, end = self._poll, self._handlers, 0.0
+                        while True:
+                            events = poll(0, EVENTS)
+                            if events:
+                                for fd, mask in events:
+                                    if fd in handlers:
+                                        handlers[fd](mask)
+                                if self.backlog and not work.finished:
+                                    self._work_off_backlog()
+                                if work.finished:
+                                    spin.misses = 0
+                                    return
+                                end = 0.0
+                            now = perf_counter()
+                            if not end:
+                                end = now + spin.seconds
+                            elif now >= end:
+                                spin.miss()
+                                break
+                            if self.contenders:
+                                break
+                    self._block(work, deadline)
+                finally:
+                    if self.leader is work:
+                        self.leader = None
+                        self._drives += 1
+                        if self._followers or self._parked:
+                            self._hand_over()
+            if work.finished or monotonic() >= deadline:
                 return
-            spin = self._spin
-            if spin.skip:
-                spin.skip -= 1
-            elif spin.seconds:
-                # Poll until `work` is done, or for `spin.seconds` without an event; written out here for its speed.
-                poll, handlers, end = self._poll, self._handlers, 0.0
-                while True:
-                    events = poll(0, EVENTS)
-                    if events:
-                        for fd, mask in events:
-                            if fd in handlers:
-                                handlers[fd](mask)
-                        if self.backlog and not work.finished:
-                            self._work_off_backlog()
-                        if work.finished:
-                            spin.misses = 0
-                            return
-                        end = 0.0
-                    now = perf_counter()
-                    if not end:
-                        end = now + spin.seconds
-                    elif now >= end:
-                        spin.miss()
-                        break
-                    if self.contenders:
-                        break
-            self._block(work, deadline)
-        finally:
-            if self.leader is work:
-                self.leader = None
-                self._drives += 1
-                if self._followers or self._parked:
-                    self._hand_over()
+            if self.deferred:  # users' callbacks run while nobody leads: one that waits itself must find the lead free
+                self.lock.release()
+                try:
+                    self._run_deferred()
+                finally:
+                    self.acquire()
 
     def _hand_over(self) -> None:
         """The lead is free: a follower takes it, or the background thread looks for it again."""
         if not self._followers:
             self.wake_background(urgent=False)
             return
-        for work, parker in self._followers.items():
+        for parker, work in self._followers.items():
             if not work.finished:
                 if parker.locked():
                     parker.release()
@@ -258,7 +268,6 @@ class Engine:
                 self._dispatch(self._poll(0, EVENTS))  # what came while this thread was kept from running counts
                 return
             if self.deferred:
-                self._step_out(work, deadline)
                 return
             work.parker = self._waker
             self.lock.release()
@@ -269,42 +278,31 @@ class Engine:
                 work.parker = None
             self._dispatch(events)
 
-    def _step_out(self, work: Waited, deadline: float) -> None:
-        """Run users' callbacks without leading: one that waits itself must find the lead free."""
-        self.leader = None
-        self._hand_over()
-        self.lock.release()
-        try:
-            self._run_deferred()
-        finally:
-            self.acquire()
-        if not work.finished:
-            self.drive(work, deadline)
-
     def _follow(self, work: Waited, deadline: float) -> None:
+        """Sleep until `work` is done, the deadline has passed, the lead is free, or a callback is to be run."""
         parker = threading.Lock()
         parker.acquire()
-        work.parker = parker
-        self._followers[work] = parker
+        self._followers[parker] = work
         try:
-            while not work.finished:
+            while not work.finished and not self.deferred:
                 remaining = deadline - monotonic()
                 if remaining <= 0:
                     return
+                # Where another thread waits for the same work, only one of them is woken by it: the others look.
+                shared = work.parker is not None or self.leader is work
+                if not shared:
+                    work.parker = parker
                 self.lock.release()
                 try:
-                    if self.deferred:
-                        self._run_deferred()
-                    parker.acquire(timeout=min(remaining, work.look_every))
+                    parker.acquire(timeout=min(remaining, SHARED_LOOK if shared else work.look_every))
                 finally:
                     self.acquire()
+                    if work.parker is parker:
+                        work.parker = None
                 if self.leader is None or self.leader is self._background_marker:
-                    break
+                    return
         finally:
-            del self._followers[work]
-            work.parker = None
-        if not work.finished:
-            self.drive(work, deadline)
+            del self._followers[parker]
 
     # ------------------------------------------------------------------ what a leader does
 
@@ -457,6 +455,7 @@ class Engine:
             if self.closed:
                 return
             self.closed = True
+            self._handlers.clear()  # the waker's too: it stays ready, and wakes all who sleep in epoll, leader or not
             self._waker.release()
             self.wake_background()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -471,8 +470,6 @@ class Engine:
     def _occupied(self) -> bool:
         with self:
             leading = self.leader is not None and self.leader is not self._background_marker
-            if leading:
-                self._waker.release()
             return leading or bool(self._followers)
 
     def forked(self) -> None:
@@ -480,8 +477,11 @@ class Engine:
         self.lock = ForkedLock()
         self.closed = True
         self._epoll.close()
-        for fd in list(self._handlers):
-            os.close(fd)
+        # Each number goes on existing, for /dev/null: the objects that hold it close it sometime, and must hit nobody.
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in self._handlers:
+            os.dup2(null, fd, inheritable=False)
+        os.close(null)
         self._handlers.clear()
 
 

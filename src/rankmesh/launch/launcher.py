@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
+import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from rankmesh.config import Config
 from rankmesh.errors import ConfigError
 from rankmesh.launch.output import Multiplexer, Stream
 from rankmesh.launch.plan import Meeting, Program, World, plan_ranks
-from rankmesh.launch.supervisor import Supervisor
+from rankmesh.launch.supervisor import FORWARDED, Supervisor
 from rankmesh.membership.interfaces import route_to
 from rankmesh.membership.store import StoreServer
 
@@ -38,16 +39,16 @@ class Options:
 
 
 def launch(program: Program, world: World, options: Options, environ: Mapping[str, str] = os.environ) -> int:
-    """Run the ranks of this node to their end; the exit code is that of the first rank that failed, or 0."""
+    """Run the ranks of this node to their end; the exit code is that of the first rank that failed, or 0.
+
+    For the main thread, as the last thing its process does: SIGUSR1 and SIGUSR2 are ignored from then on."""
     if not program.module and not Path(program.target).exists():
-        raise ConfigError(
-            f"There is no script {program.target!r} in {os.getcwd()}. For a module write -m {program.target}."
-        )
+        raise _no_script(program.target)
     if options.log_dir is not None:
         _make_directory(options.log_dir)
     config = Config.from_env(environ)
     config = config.override(token=config.token or _new_token(world))
-    with _store(world, config) as store:
+    with _harmless(FORWARDED), _store(world, config) as store:
         meeting = Meeting(
             store=store,
             token=config.token,
@@ -59,11 +60,16 @@ def launch(program: Program, world: World, options: Options, environ: Mapping[st
         output = Multiplexer(selector)
         with selector, Supervisor(selector, output, grace=options.grace, timeout=options.timeout) as supervisor:
             outcome = supervisor.run(plans, _stream_opener(output, world, options))
-            last_lines = supervisor.last_lines(outcome.first.rank) if outcome.first is not None else []
-            report = outcome.report(last_lines, timeout=options.timeout)
+            report = outcome.report(timeout=options.timeout)
             output.put(sys.stderr.fileno(), "".join(f"{line}\n" for line in report).encode())
             supervisor.flush()
     return outcome.code
+
+
+def _no_script(target: str) -> ConfigError:
+    could_be_a_module = os.sep not in target and not target.endswith(".py")
+    advice = f"Check the name, or write -m {target} if it is a module." if could_be_a_module else "Check the name."
+    return ConfigError(f"The file {target!r} does not exist (seen from {os.getcwd()}). {advice}")
 
 
 def _new_token(world: World) -> str:
@@ -78,6 +84,21 @@ def _new_token(world: World) -> str:
 def _new_run_id(world: World) -> str:
     """All nodes must agree on it without asking; there the store, which lives as long as the run, tells runs apart."""
     return secrets.token_hex(8) if world.rendezvous is None else f"{world.rendezvous.host}-{world.rendezvous.port}"
+
+
+@contextmanager
+def _harmless(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Signals that are only passed on do not kill the launcher when there are no ranks yet, or no more.
+
+    A handler would not do for the time after: Python takes it away while the process ends."""
+    deadly = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in deadly:
+        signal.signal(number, lambda _number, _frame: None)
+    try:
+        yield
+    finally:
+        for number in deadly:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

@@ -5,9 +5,11 @@ Rules:
 1. Each rank leads a session of its own: what the terminal sends to the launcher reaches a rank only through the
    launcher, and a rank is always signalled together with its children.
 2. The ranks live and die together: the first failure, an ending signal, a time limit or a lost reader ends all.
-3. Ending is SIGTERM (or the signal that came), `grace` seconds, SIGKILL. A second Ctrl-C skips the grace.
-4. A rank's group is killed before the rank is reaped: as long as it is a zombie its number cannot belong to others.
-5. Once all ranks are gone, their pipes have DRAIN seconds to close; a process that left its session may hold them open.
+3. After the first failure nobody is told to end for SETTLE seconds: who fails meanwhile has failed by itself, and may
+   be the one that began (see outcome). Everything else ends them at once.
+4. Ending is SIGTERM (or the signal that came), `grace` seconds, SIGKILL. A second Ctrl-C skips the grace.
+5. A rank's group is killed before the rank is reaped: as long as it is a zombie its number cannot belong to others.
+6. Once all ranks are gone, their pipes have DRAIN seconds to close; a process that left its session may hold them open.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ ENDING: Final[Mapping[int, int]] = {
 #: Signals that are only passed on: batch systems announce preemption by them.
 FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
 DRAIN: Final = 1.0
+#: A rank that raises ends its mesh before its interpreter prints the traceback and shuts down, so that those who wait
+#: for it may exit sooner. It needs some 50 ms more than they do; ten times as much, for a crowded machine.
+SETTLE: Final = 0.5
 #: Seconds after SIGKILL when a process that is still there is given up: it hangs in the kernel, in a dead file system.
 UNKILLABLE: Final = 10.0
 #: Says where the standard output and error of a rank go.
@@ -71,6 +76,7 @@ class Supervisor:
         self._grace = grace
         self._timeout = timeout
         self._give_up_at: float | None = None
+        self._settled_at: float | None = None
         self._kill_at: float | None = None
         self._abandon_at: float | None = None
         self._ending = False
@@ -105,7 +111,8 @@ class Supervisor:
         if self._timeout is not None:
             self._give_up_at = time.monotonic() + self._timeout
         while self._alive:
-            deadlines = (self._kill_at, self._abandon_at, None if self._ending else self._give_up_at)
+            before_the_end = () if self._ending else (self._give_up_at, self._settled_at)
+            deadlines = (self._kill_at, self._abandon_at, *before_the_end)
             if self._pump(min((at for at in deadlines if at is not None), default=None)):
                 self.outcome.add(list(self._reap()))
             now = time.monotonic()
@@ -114,11 +121,8 @@ class Supervisor:
                 break
             self._check_ends(now)
         self._drain()
+        self.outcome.last_lines = {rank: stream.tail.text() for rank, stream in self._errors.items()}
         return self.outcome
-
-    def last_lines(self, rank: int) -> list[str]:
-        """The last lines of a rank's standard error."""
-        return self._errors[rank].tail.text()
 
     def flush(self) -> None:
         """Write what is left for the sinks. Waits for a slow reader, as any program that prints does; but only for the
@@ -183,7 +187,10 @@ class Supervisor:
         if not self._ending:
             self.outcome.lost_output = self._output.broken
             self.outcome.timed_out = self._give_up_at is not None and now >= self._give_up_at
-            if self.outcome.first is not None or self.outcome.lost_output or self.outcome.timed_out:
+            if self._settled_at is None and self.outcome.failures:
+                self._settled_at = now + SETTLE
+            settled = self._settled_at is not None and now >= self._settled_at
+            if settled or self.outcome.lost_output or self.outcome.timed_out:
                 self._end(signal.SIGTERM, now)
         if self._kill_at is not None and now >= self._kill_at:
             self._signal_all(signal.SIGKILL)
@@ -192,7 +199,8 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number in FORWARDED:
-            self._signal_all(number)
+            if not self._ending:  # a rank that is on its way out has no handler any more, and would die of it
+                self._signal_all(number)
         elif number in ENDING:
             if number == signal.SIGINT == self.outcome.interrupted:
                 self._kill_at = time.monotonic()

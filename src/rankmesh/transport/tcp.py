@@ -32,10 +32,9 @@ from rankmesh.transport.base import Link, Transport
 BACKLOG: Final = 1024
 #: Most buffers the kernel takes in one call.
 IOV_MAX: Final = 1024
-#: Unsent bytes in the kernel beyond which it takes no more. 64 MiB over loopback cost half the time of no bound
-#: (what was sent is still in the cache when it is received), with 64, 128 and 256 KiB alike; the largest of them is
-#: chosen, so that a sender woken at half of it (0.1 ms at 10 Gb/s) is in time to keep the network busy.
-UNSENT_BYTES: Final = 256 * KIB
+#: Unsent bytes in the kernel beyond which it takes no more (its own bound is 4 MiB). Measured over loopback, two
+#: processes, 64 MiB: 1 MiB is as fast as no bound, 256 KiB costs a third, because the sender must wake up too often.
+UNSENT_BYTES: Final = 1024 * KIB
 #: What `close` reads away at most, so that a peer which never stops sending cannot hold it.
 DRAIN_BYTES: Final = 4096 * KIB
 
