@@ -34,7 +34,8 @@ class Link(Protocol):
 
     #: Independent ordered channels: 1 for a byte stream, many for QUIC. Lanes are spread over them.
     channels: int
-    #: After a read that did not fill the view, there is nothing more now: true for sockets, false for TLS records.
+    #: After a read that did not fill the view, there is nothing more now. False for a link that may hold more than it
+    #: shows: it is read until it would block.
     drained_on_short_read: bool
     #: Both sides are this process or this host: a cluster token is not required.
     loopback: bool
