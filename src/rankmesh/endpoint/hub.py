@@ -112,8 +112,9 @@ class Hub:
                 message.router.inbound.deliver(message, receive)
             return
         router = self.routers.get(source)
-        ready = router is not None and router.link is not None and not router.gone
-        if not ready and not self._may_come(receive):
+        if router is not None and router.link is not None and not router.gone:
+            receive.hint = router.inbound
+        elif not self._may_come(receive):
             return
         if again:
             self.matcher.repost(receive)
@@ -194,7 +195,7 @@ class Hub:
             return
         now = monotonic()
         gap, self._looked = now - self._looked, now
-        late = gap > self.config.heartbeat_interval
+        late = gap > self.config.heartbeat_timeout / 2
         if gap > self._too_long:
             self._absence = (now, gap)
             logger.warning("This process did not run for %.1f s; its peers may have given it up.", gap)

@@ -116,35 +116,33 @@ class Inbound:
 
     def read_one(self) -> None:
         """The hot path: exactly one small message, for a receive that waits for just that. Everything else goes the
-        general way, with what was read. Called only while `calm`. Raises ProtocolError."""
+        general way, with what was read. Called only while `calm`; deals with errors itself."""
         staging = self._staging
         try:
             got = self._recv(staging)
+            if got > HEADER_BYTES:
+                version, kind, flags, group, tag, _, nbytes, _ = _unpack_from(staging)
+                if got == HEADER_BYTES + nbytes and kind == _EAGER and not flags and version == VERSION:
+                    receive = self._matcher.take_lone(group, self._index, tag)
+                    if receive is not None:
+                        view = receive.view
+                        if view is not None and len(view) == nbytes <= self._eager_limit and not receive.wants_object:
+                            view[:] = staging[HEADER_BYTES:got]
+                            self.heard = True
+                            self.frames += 1
+                            self.bytes += nbytes
+                            if self._credit.passed((group, tag), nbytes + OVERHEAD):
+                                self._pay()
+                            receive.arrived(self._index, tag, nbytes)
+                            return
+                        self._matcher.repost(receive)
+            self.read(got)
         except BlockingIOError:
             return
         except OSError as error:
             self._router.broken(error)
-            return
-        if got >= HEADER_BYTES:
-            version, kind, flags, group, tag, _, nbytes, _ = _unpack_from(staging)
-            if got == HEADER_BYTES + nbytes and kind == _EAGER and not flags and version == VERSION:
-                index = self._index
-                receive = self._matcher.take_lone(group, index, tag)
-                if receive is not None:
-                    view = receive.view
-                    if view is None or view.nbytes != nbytes or receive.wants_object or nbytes > self._eager_limit:
-                        self._matcher.repost(receive)
-                    else:
-                        if nbytes:
-                            view[:] = staging[HEADER_BYTES:got]
-                        self.heard = True
-                        self.frames += 1
-                        self.bytes += nbytes
-                        if self._credit.passed((group, tag), nbytes + OVERHEAD):
-                            self._pay()
-                        receive.arrived(index, tag, nbytes)
-                        return
-        self.read(got)
+        except Exception as error:  # noqa: BLE001  # see PeerRouter.failed
+            self._router.failed(error)
 
     def read(self, got: int | None = None) -> None:
         """Read what is there, up to a turn; `got` bytes are in the staging buffer already. Raises ProtocolError."""

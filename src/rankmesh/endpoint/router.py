@@ -106,11 +106,11 @@ class PeerRouter:
         if link is None:
             return
         if mask == _IN and not self.outbound.blocked:
+            if self.inbound.calm:
+                self.inbound.read_one()
+                return
             try:
-                if self.inbound.calm:
-                    self.inbound.read_one()
-                else:
-                    self.inbound.read()
+                self.inbound.read()
             except Exception as error:  # noqa: BLE001  # see `failed`
                 self.failed(error)
             return

@@ -16,6 +16,14 @@ class Parker(Protocol):
     def locked(self) -> bool: ...
 
 
+class Hint(Protocol):
+    """A connection that can be looked at directly: while `calm`, `read_one()` takes what is there, or does nothing."""
+
+    calm: bool
+
+    def read_one(self) -> None: ...
+
+
 class Waited(Protocol):
     """What a thread waits for."""
 
@@ -23,6 +31,8 @@ class Waited(Protocol):
     def finished(self) -> bool: ...
 
     parker: Parker | None
+    #: The connection that what it waits for comes over, if that is known.
+    hint: Hint | None
     #: Seconds a follower sleeps at most before it looks itself whether it is finished.
     look_every: float
 
@@ -31,6 +41,7 @@ class Until:
     """Waits for a condition, looked at whenever something happened, and by a follower now and then."""
 
     look_every = 0.01
+    hint: Hint | None = None
 
     def __init__(self, condition: Callable[[], bool]) -> None:
         self._condition = condition

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rankmesh.endpoint.waiting import Parker
+from rankmesh.endpoint.waiting import Hint, Parker
 from rankmesh.errors import CancelledError, DeadlineError, RankmeshError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Work(Generic[T]):
     finished = False
     parker: Parker | None = None
     look_every = threading.TIMEOUT_MAX
+    hint: Hint | None = None
 
     def __init__(self, engine: Engine, op: str, peer: Any, tag: int | None, timeout: float) -> None:
         self._engine = engine
