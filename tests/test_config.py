@@ -46,8 +46,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"spin": math.nan}, r"spin must be between 0 and 0\.01 seconds, not nan\.$"),
     ({"connect_backoff": (0, 1)}, r"connect_backoff must be \(first, last\) with 0 < first <= last, not \(0, 1\)\.$"),
     ({"connect_backoff": (2.0, 1.0)}, r"connect_backoff must be \(first, last\)"),
-    ({"eager_bytes": 0}, r"eager_bytes must be positive and at most half of lane_credit_bytes\.$"),
-    ({"eager_bytes": 1 * MIB}, r"eager_bytes must be positive and at most half of lane_credit_bytes\.$"),
+    ({"eager_bytes": 0}, r"must hold two messages of eager_bytes .* Raise the first or lower the second\.$"),
+    ({"eager_bytes": 1 * MIB}, r"must hold two messages of eager_bytes .* Raise the first or lower the second\.$"),
     ({"lane_credit_bytes": 17 * MIB}, r"lane_credit_bytes must not exceed peer_credit_bytes\.$"),
     *(
         ({name: value}, rf"^Config\.{name} must be at least 1, not {value}\.$")
@@ -72,7 +72,7 @@ def test_setting_that_cannot_work_is_refused(changes: dict[str, Any], message: s
         {"spin": 0},
         {"spin": 0.01},
         {"connect_backoff": (0.5, 0.5)},
-        {"eager_bytes": 512 * KIB},
+        {"eager_bytes": 511 * KIB},
         {"lane_credit_bytes": 16 * MIB},
         {"max_handshakes": 1},
         {"timeout": math.inf},

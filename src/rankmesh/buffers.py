@@ -26,7 +26,7 @@ def readable(data: Any) -> memoryview:
     """The bytes of `data`, where they lie. Raises UsageError for what is not contiguous CPU memory."""
     try:
         view = memoryview(data)
-        if view.format != "O":
+        if "O" not in view.format:
             return view.cast("B")
     except (TypeError, ValueError):
         pass
@@ -49,9 +49,7 @@ def _unusual(data: Any) -> memoryview:
         raise UsageError(f"{_name(data)} holds references to Python objects, not their bytes. Use send_object().")
     if view.nbytes == 0:
         return EMPTY
-    if view.format == "B" and view.ndim == 1:
-        return view
-    return np.asarray(data).reshape(-1).view(np.uint8).data
+    return view.cast("B")
 
 
 def writable(out: Any) -> memoryview:

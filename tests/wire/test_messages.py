@@ -43,7 +43,7 @@ texts = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=
 uids = st.binary(min_size=16, max_size=16)
 sizes = st.integers(0, 2**64 - 1)
 controls: st.SearchStrategy[Control] = st.one_of(
-    st.builds(Goodbye, texts),
+    st.builds(Goodbye, texts, st.booleans()),
     st.builds(Lost, uids, texts),
     st.builds(IdleAsk),
     st.builds(IdleAnswer, st.booleans()),
@@ -86,7 +86,7 @@ def test_identities_come_out_as_they_went_in(identity: Identity) -> None:
 @pytest.mark.parametrize(
     "message, fields",
     [
-        (Goodbye("bye"), {"type": "goodbye", "reason": "bye"}),
+        (Goodbye("bye"), {"type": "goodbye", "reason": "bye", "failed": False}),
         (Lost(b"u" * 16, "cut"), {"type": "lost", "uid": b"u" * 16, "reason": "cut"}),
         (IdleAsk(), {"type": "idle?"}),
         (IdleAnswer(True), {"type": "idle!", "agreed": True}),

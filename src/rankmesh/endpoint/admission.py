@@ -86,9 +86,9 @@ class Admission:
         """The acceptor's owner says no: the other side is told, then the connection ends."""
         self._fail_with(Refused(reason, code=code, reason=reason))
 
-    def drop(self) -> None:
+    def drop(self, abort: bool = True) -> None:
         """End it without a word; nobody is told."""
-        self._close(abort=True)
+        self._close(abort)
 
     def release(self) -> Link:
         """Done: hand the link over to the conversation."""

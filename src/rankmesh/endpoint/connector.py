@@ -97,7 +97,7 @@ class Dial:
         """Forget the attempt: the router has a link, or nobody wants one any more."""
         self._over = True
         if self.admission is not None:
-            self.admission.drop()
+            self.admission.drop(abort=False)  # the other side reads who we are, and knows that nothing is wrong
 
     def reached(self, peer: Peer) -> None:
         """The peer is connected; it may be one that was known already."""
@@ -393,7 +393,7 @@ class Connector:
         uid = admission.handshake.remote_uid
         # Where both sides connect at once, one connection is refused or dropped: nobody needs to know.
         duplicate = isinstance(error, Refused) and error.code == Refusal.DUPLICATE
-        dropped = isinstance(error, Closed) and uid is not None and self._known(uid) is not None
+        dropped = isinstance(error, Closed | ConnectionError) and uid is not None
         level = logging.DEBUG if duplicate or dropped else logging.WARNING
         logger.log(level, "Refused the connection from %s: %s.", admission.link.remote, text)
 

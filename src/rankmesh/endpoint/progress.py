@@ -27,10 +27,7 @@ Handlers, timers and `Work._finish` run with the lock held and must not block. U
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
-import math
 import os
 import select
 import threading
@@ -40,6 +37,7 @@ from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
 from typing import Final, Protocol
 
+from rankmesh.endpoint.timers import Timer, Timers
 from rankmesh.endpoint.waiting import ForkedLock, Spin, Waited, Waker
 
 logger = logging.getLogger("rankmesh")
@@ -71,19 +69,6 @@ class Backlogged(Protocol):
     def work_off(self) -> None: ...
 
 
-class Timer:
-    """A callback due at a time; `cancel()` makes it do nothing."""
-
-    __slots__ = ("callback", "when")
-
-    def __init__(self, when: float, callback: Callable[[], None]) -> None:
-        self.when = when
-        self.callback: Callable[[], None] | None = callback
-
-    def cancel(self) -> None:
-        self.callback = None
-
-
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -101,9 +86,7 @@ class Engine:
         self._epoll = select.epoll()
         self._poll = self._epoll.poll
         self._handlers: dict[int, Handler] = {}
-        self._timers: list[tuple[float, int, Timer]] = []
-        self._order = itertools.count()
-        self._next_timer = math.inf
+        self._timers = Timers()
         #: Users' callbacks to be run without the lock.
         self.deferred: deque[Callable[[], None]] = deque()
         self._followers: dict[threading.Lock, Waited] = {}
@@ -167,11 +150,10 @@ class Engine:
             self._epoll.unregister(fd)
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        timer = Timer(when, callback)
-        heapq.heappush(self._timers, (when, next(self._order), timer))
-        if when < self._next_timer:
-            self._next_timer = when
-            self._waker.release()
+        sooner = when < self._timers.next
+        timer = self._timers.add(when, callback)
+        if sooner:
+            self._waker.release()  # whoever sleeps does so for too long now
         return timer
 
     def defer(self, callback: Callable[[], None]) -> None:
@@ -274,8 +256,8 @@ class Engine:
                 self._work_off_backlog()
                 continue
             now = monotonic()
-            if now >= self._next_timer:
-                self._run_timers(now)
+            if now >= self._timers.next:
+                self._timers.run(now)
                 continue
             if now >= deadline:
                 self._dispatch(self._poll(0, EVENTS))  # what came while this thread was kept from running counts
@@ -285,7 +267,7 @@ class Engine:
             work.parker = self._waker
             self.lock.release()
             try:
-                events = self._poll(_poll_timeout(min(deadline, self._next_timer) - now), EVENTS)
+                events = self._poll(_poll_timeout(min(deadline, self._timers.next) - now), EVENTS)
             finally:
                 self.acquire()
                 work.parker = None
@@ -337,16 +319,6 @@ class Engine:
         for _ in range(len(self.backlog)):
             self.backlog.popleft().work_off()
 
-    def _run_timers(self, now: float) -> None:
-        timers = self._timers
-        while timers and timers[0][0] <= now:
-            timer = heapq.heappop(timers)[2]
-            if timer.callback is not None:
-                timer.callback()
-        while timers and timers[0][2].callback is None:
-            heapq.heappop(timers)
-        self._next_timer = timers[0][0] if timers else math.inf
-
     def _run_deferred(self) -> None:
         """Users' callbacks, without the lock. One that raises is logged and spoils nothing else."""
         while self.deferred:
@@ -383,8 +355,8 @@ class Engine:
                 else:
                     seen_leader = self.leader
                 now = monotonic()
-                if now >= self._next_timer and self.leader is None:
-                    self._run_timers(now)
+                if now >= self._timers.next and self.leader is None:
+                    self._timers.run(now)
                 parked = self._parked
                 if self.closed:
                     return
@@ -401,7 +373,7 @@ class Engine:
         the background thread does so only when it is needed."""
         if self.lock.acquire(False):
             return True
-        if monotonic() < self._next_timer and not self._urgent and not self.closed:
+        if monotonic() < self._timers.next and not self._urgent and not self.closed:
             return False
         self.acquire()
         return True
@@ -414,8 +386,8 @@ class Engine:
                 if self.backlog:
                     self._work_off_backlog()
                 now = monotonic()
-                if now >= self._next_timer:
-                    self._run_timers(now)
+                if now >= self._timers.next:
+                    self._timers.run(now)
                     continue
                 if self.deferred:
                     return  # users' callbacks run while nobody leads
@@ -423,7 +395,7 @@ class Engine:
                     continue
                 self.lock.release()
                 try:
-                    events = self._poll(_poll_timeout(self._next_timer - now), EVENTS)
+                    events = self._poll(_poll_timeout(self._timers.next - now), EVENTS)
                 finally:
                     self.acquire()
                 if self.leader is marker:

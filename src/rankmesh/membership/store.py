@@ -15,8 +15,8 @@ import msgspec
 
 from rankmesh.config import MIB, Config
 from rankmesh.endpoint import Endpoint, Peer
-from rankmesh.endpoint.progress import Timer
 from rankmesh.endpoint.router import PeerRouter
+from rankmesh.endpoint.timers import Timer
 from rankmesh.errors import DeadlineError, RankmeshError, RemoteError
 
 #: The number of this service on the wire.
