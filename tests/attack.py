@@ -35,10 +35,19 @@ CONFIG = Config(token=TOKEN, handshake_timeout=HANDSHAKE, timeout=scaled(20), ma
 class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.lines: list[str] = []
+        self._lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
+        self._lines.append(self.format(record))
+
+    def take(self) -> str:
+        """What came since the last time."""
+        self.acquire()  # as every emit() does
+        try:
+            lines, self._lines = self._lines, []
+        finally:
+            self.release()
+        return "\n".join(lines)
 
 
 def _serve(talk: Connection, config: Config) -> None:
@@ -59,8 +68,7 @@ def _serve(talk: Connection, config: Config) -> None:
         thread.start()
         talk.send(endpoint.address)
         while talk.recv():
-            talk.send("\n".join(log.lines))
-            log.lines.clear()
+            talk.send(log.take())
         endpoint.abort()
         thread.join()
 

@@ -124,6 +124,8 @@ class Mesh:
         self.epoch = 0
         self._endpoint = endpoint
         self._server = server
+        #: The first rank that was lost (not one that left): there can be no barrier any more.
+        self._broken: PeerRouter | None = None
         self._hub = hub = endpoint.hub
         self._ranks: dict[int, int] = {}
         self._messages = Messages(hub, _WORLD, self._ranks, _AnyRank(self))
@@ -231,7 +233,12 @@ class Mesh:
                 self._messages.signal(ahead, tag, timeout)
             except PeerLost:
                 raise ahead.lost_error("barrier with", None) from None
-            self._messages.await_signal("barrier with", self.peers[behind], self._routers[behind].index, tag, timeout)
+            peer, index = self.peers[behind], self._routers[behind].index
+            signal = self._messages.expect_signal("barrier with", peer, index, tag, timeout)
+            if self._broken is not None:  # looked at once the receive is posted: later losses end it
+                signal.cancel()
+                raise self._broken.lost_error("barrier with", None)
+            signal.result()
             distance, tag = 2 * distance, tag - 1
 
     def _router(self, rank: int) -> Router:
@@ -253,6 +260,7 @@ class Mesh:
             return
         logger.log(logging.INFO if left else logging.WARNING, "%s is lost: %s.", router.peer, router.gone)
         if not left:
+            self._broken = self._broken or router
             self._end_barriers(router)
         if not left and router.peer.uid is not None:
             news = Lost(router.peer.uid, plain(router.gone))

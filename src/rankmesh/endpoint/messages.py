@@ -125,6 +125,12 @@ class Messages:
     def await_signal(self, op: str, peer: Any, source: int, tag: int, timeout: float | None) -> None:
         self._receive(op, peer, source, EMPTY, tag, False, timeout).complete()
 
+    def expect_signal(self, op: str, peer: Any, source: int, tag: int, timeout: float | None) -> Work[Status]:
+        """Like `await_signal`, without waiting."""
+        receive = self._receive(op, peer, source, EMPTY, tag, False, timeout)
+        receive.post()
+        return receive
+
     def _receive(
         self,
         op: str,
