@@ -12,7 +12,7 @@ from peers import BRIEFLY, SOON, Call, Medium, blank, open_pair, pattern, router
 from rankmesh import BusyError, DeadlineError, Endpoint
 from rankmesh.config import KIB
 from rankmesh.wire.credit import OVERHEAD
-from timing import wait_until
+from timing import scaled, wait_until
 
 CREDIT: dict[str, Any] = {"eager_bytes": 4 * KIB, "lane_credit_bytes": 16 * KIB, "peer_credit_bytes": 64 * KIB}
 
@@ -43,15 +43,17 @@ def test_sender_stops_at_the_credit_of_its_lane(medium: Medium, nbytes: int) -> 
 
 def test_other_tags_control_and_peers_go_on(medium: Medium) -> None:
     """FEATURES: nexar's one full tag blocks all."""
-    settings = {**CREDIT, "heartbeat_interval": 0.1, "heartbeat_timeout": 1.0}
-    with open_pair(medium, **settings) as pair, Endpoint(medium.address, config=medium.config) as third:
+    silence = scaled(1)
+    settings = {**CREDIT, "heartbeat_interval": silence / 10, "heartbeat_timeout": silence}
+    third_config = medium.config.override(**settings)
+    with open_pair(medium, **settings) as pair, Endpoint(medium.address, config=third_config) as third:
         other = pair.right.connect(third.address, timeout=SOON)
         flood = [pair.there.isend(pattern(4 * KIB, at), tag=1) for at in range(100)]
         stuck = Call(pair.there.send, pattern(100, 5), tag=1, timeout=SOON)
         assert not all(send.done() for send in flood)
         out: Any = bytearray(100)
         began = monotonic()
-        while monotonic() - began < 1.5:  # longer than silence is tolerated
+        while monotonic() - began < 1.5 * silence:  # longer than silence is tolerated
             pair.there.send(bytes(100), tag=2, timeout=SOON)
             pair.back.recv(out, tag=2, timeout=SOON)
             send = pair.there.isend(bytes(10 * KIB), tag=3)

@@ -113,7 +113,10 @@ class Hub:
             return
         router = self.routers.get(source)
         if router is not None and router.link is not None and not router.gone:
-            receive.hint = router.inbound
+            inbound = router.inbound
+            if inbound.backlogged and inbound.serve(receive):
+                return
+            receive.hint = inbound
         elif not self._may_come(receive):
             return
         if again:

@@ -45,6 +45,8 @@ class Inbound:
         self._matcher = router.hub.matcher
         self._members = router.hub.members
         self._link: Link | None = None
+        #: Frames were read and not yet looked at; the router is in the engine's backlog.
+        self.backlogged = False
         #: The next bytes begin a frame, at the start of the staging buffer: `read_one()` may read them.
         self.calm = False
         self._incoming: dict[int, Landing] = {}
@@ -78,7 +80,7 @@ class Inbound:
         config = self._config
         limits = Limits(config.eager_bytes, config.max_message_bytes, config.max_rpc_bytes)
         self._link = link
-        self._backlogged = False
+        self.backlogged = False
         self._recv = link.recv_into
         self._drained = link.drained_on_short_read
         self._parser = Parser(limits.payloads())
@@ -148,14 +150,14 @@ class Inbound:
         """Read what is there, up to a turn; `got` bytes are in the staging buffer already. Raises ProtocolError."""
         self.calm = False
         self._read(got)
-        self.calm = self._link is not None and not self._backlogged and self._parser.at_rest()
+        self.calm = self._link is not None and not self.backlogged and self._parser.at_rest()
 
     def _read(self, got: int | None) -> None:
         parser = self._parser
         budget = TURN_BYTES
-        if self._backlogged:
+        if self.backlogged:
             self.resume()
-        while self._link is not None and not self._backlogged:
+        while self._link is not None and not self.backlogged:
             target = parser.target()
             if got is None:
                 try:
@@ -185,14 +187,32 @@ class Inbound:
                     self._engine.backlog.append(self._router)  # nothing may show that there is more to read
                 return
 
+    def serve(self, receive: Receive) -> bool:
+        """Give a receive the next frame that waits here, if it is just what it asks for: no matching, no driving. A
+        stream of small messages is received this way. False: nothing happened."""
+        view, group, tag = receive.view, receive.group, receive.match_tag
+        if view is None or receive.wants_object or not self._matcher.free(group, self._index, tag):
+            return False
+        if not self._parser.take_eager(group, tag, view):
+            return False
+        self.frames += 1
+        self.bytes += len(view)
+        if self._credit.passed((group, tag), len(view) + OVERHEAD):
+            self._pay()
+        receive.arrived(self._index, tag, len(view))
+        if not self._parser.buffered:
+            self.backlogged = False
+            self.calm = self._link is not None and self._parser.at_rest()
+        return True
+
     def resume(self) -> None:
         """Go on with frames that were read but not yet looked at, or with bytes that the link holds and does not show
         (TLS). Raises ProtocolError."""
-        if self._backlogged:
-            self._backlogged = False
+        if self.backlogged:
+            self.backlogged = False
             self._parse(self._parser.next_header())
-            self.calm = self._link is not None and not self._backlogged and self._parser.at_rest()
-        if not self._drained and self._link is not None and not self._backlogged:
+            self.calm = self._link is not None and not self.backlogged and self._parser.at_rest()
+        if not self._drained and self._link is not None and not self.backlogged:
             self.read()
 
     def _parse(self, header: Header | None) -> None:
@@ -206,7 +226,7 @@ class Inbound:
                 return
             if leader is not None and leader.finished:
                 if parser.buffered:  # the rest can wait: the next waiter, or the background thread, goes on with it
-                    self._backlogged = True
+                    self.backlogged = True
                     engine.backlog.append(self._router)
                 return
             header = parser.next_header()

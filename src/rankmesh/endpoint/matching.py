@@ -103,6 +103,10 @@ class Matcher(Generic[R, M]):
             return None
         return entry  # type: ignore[return-value]  # None, or the receive
 
+    def free(self, group: int, source: int, tag: int) -> bool:
+        """No receive waits that a message of this key could go to."""
+        return not self._wildcards and (group, source, tag) not in self._posted
+
     def unpost(self, receive: R) -> bool:
         """Forget a receive. False: it is not posted (any more)."""
         key = (receive.group, receive.source, receive.match_tag)

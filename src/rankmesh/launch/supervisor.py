@@ -42,7 +42,7 @@ ENDING: Final[Mapping[int, int]] = {
 FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
 DRAIN: Final = 1.0
 #: A rank that raises ends its mesh before its interpreter prints the traceback and shuts down, so that those who wait
-#: for it may exit sooner. It needs some 50 ms more than they do; ten times as much, for a crowded machine.
+#: for it may exit sooner. Long enough for that on a crowded machine, short enough not to be felt after a failure.
 SETTLE: Final = 0.5
 #: Seconds after SIGKILL when a process that is still there is given up: it hangs in the kernel, in a dead file system.
 UNKILLABLE: Final = 10.0

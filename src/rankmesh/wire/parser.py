@@ -31,6 +31,7 @@ SINK_BYTES: Final = 64 * 1024
 
 _unpack_from = HEADER.unpack_from
 _DATA: Final = int(Kind.DATA)
+_EAGER: Final = int(Kind.EAGER)
 
 
 class Parser:
@@ -139,6 +140,25 @@ class Parser:
         self._fill = view
         self.pending = True
         return False
+
+    def take_eager(self, group: int, tag: int, view: memoryview) -> bool:
+        """Copy the next frame's payload into `view`, if that frame is all here and is an EAGER one without flags, of
+        just this group, tag and size. Otherwise nothing happens."""
+        nbytes = len(view)
+        pos = self._pos
+        start = pos + HEADER_BYTES
+        end = start + nbytes
+        if end > self._end or self.pending:
+            return False
+        header = _unpack_from(self._staging, pos)
+        version, kind, flags, of_group, of_tag, _, size, _ = header
+        if size != nbytes or of_tag != tag or of_group != group or kind != _EAGER or flags or version != VERSION:
+            return False
+        if nbytes:
+            view[:] = self._view[start:end]
+        self._pos = end
+        self.header = header
+        return True
 
     def drop(self) -> bool:
         """Read past the payload."""
