@@ -356,3 +356,20 @@ def test_messages_survive_the_end_of_their_sender(medium: Medium) -> None:
         out = bytearray(6)
         assert peer.recv(out, tag=1, timeout=SOON).nbytes == 6
         assert out == b"legacy"
+
+
+def test_a_burst_of_small_messages_keeps_its_order_beside_other_tags(medium: Medium) -> None:
+    """A burst arrives in few reads, and is served from what was read: sizes and tags change, and one receive waits."""
+    with open_pair(medium) as pair:
+        last = bytearray(4)
+        waiting = pair.back.irecv(last, tag=99)
+        for number in range(300):
+            pair.there.send(number.to_bytes(4, "little") * (1 + number % 3), tag=number % 2)
+        pair.there.send(b"last", tag=99)
+        for parity in (0, 1):
+            for number in range(parity, 300, 2):
+                out = bytearray(4 * (1 + number % 3))
+                status = pair.back.recv(out, tag=parity, timeout=SOON)
+                assert (status.nbytes, bytes(out)) == (len(out), number.to_bytes(4, "little") * (1 + number % 3))
+        assert waiting.result(timeout=SOON).nbytes == 4
+        assert last == b"last"

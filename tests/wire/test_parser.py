@@ -567,3 +567,35 @@ def test_a_partial_header_is_never_judged() -> None:
     link.read(parser)
     with pytest.raises(ProtocolError, match="frame version 0 instead of 1"):
         parser.next_header()
+
+
+def test_take_eager_takes_just_that_message_and_nothing_else() -> None:
+    """The short cut for a stream of small messages: the frame must fit in every respect, or nothing happens."""
+    payload = b"abcdefgh"
+    frames = pack(Kind.EAGER, group=1, tag=7, nbytes=len(payload)) + payload
+    after = pack(Kind.PING)
+    parser = Parser(Limits(1024, 1024, 1024).payloads())
+    target = parser.target()
+    target[: len(frames + after)] = frames + after
+    assert not parser.take_eager(1, 7, memoryview(bytearray(8))), "nothing has been received yet"
+    parser.received(len(frames) + len(after))
+    for group, tag, size in ((2, 7, 8), (1, 8, 8), (1, 7, 7), (1, 7, 9), (1, 7, 0)):
+        out = bytearray(b"." * size)
+        assert not parser.take_eager(group, tag, memoryview(out))
+        assert out == b"." * size
+    out = bytearray(8)
+    assert parser.take_eager(1, 7, memoryview(out))
+    assert out == payload
+    header = parser.next_header()
+    assert header is not None
+    assert header[1] == Kind.PING
+
+
+@pytest.mark.parametrize("change", [(0, 9), (1, Kind.ANNOUNCE), (2, 1)], ids=["version", "kind", "flags"])
+def test_take_eager_leaves_other_frames_to_the_parser(change: tuple[int, int]) -> None:
+    frame = bytearray(pack(Kind.EAGER, group=1, tag=7, nbytes=4) + b"abcd")
+    frame[change[0]] = change[1]
+    parser = Parser(Limits(1024, 1024, 1024).payloads())
+    parser.target()[: len(frame)] = frame
+    parser.received(len(frame))
+    assert not parser.take_eager(1, 7, memoryview(bytearray(4)))

@@ -100,7 +100,7 @@ class Hub:
 
     def post(self, receive: Receive, again: bool = False) -> None:
         """Match a receive with what has arrived, or post it (`again`: at its old place)."""
-        if self.closed:
+        if self.closed and not again:
             self.check_open()
         source = receive.source
         message = self.matcher.peek(receive.group, source, receive.match_tag)

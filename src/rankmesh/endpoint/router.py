@@ -317,6 +317,7 @@ class PeerRouter:
         """This side sends nothing more. What was sent still arrives."""
         if self.link is not None:
             self.outbound.message(Goodbye(reason), Kind.GOODBYE, Lane.MESSAGE)
+            self.outbound.pause()
 
     def say_failed(self, reason: str) -> None:
         """This side ends because of an error. The connection ends in order, so that the reason arrives."""

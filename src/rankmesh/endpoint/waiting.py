@@ -53,10 +53,11 @@ class Until:
 
 
 class Spin:
-    """Decides whether polling pays off. A wait that polling did not satisfy makes the next ones skip it: 1, 2, 4 … up
-    to MOST waits; one that it did satisfy forgives all. So a core is not burnt where the other side cannot run, and
-    polling comes back by itself when traffic does. The engine reads and writes the fields itself: this is its hot path.
-    """
+    """Decides whether polling pays off. One vain attempt is forgiven: a hiccup of the scheduler is no reason to change
+    to a regime that is five times slower, and that the other side, waiting longer then, would follow into. From the
+    second in a row on, the next 1, 2, 4 … up to MOST waits go without polling; a success forgives all. So a core is not
+    burnt where the other side cannot run, and polling comes back by itself when traffic does. The engine reads and
+    writes the fields itself: this is its hot path."""
 
     MOST: Final = 32
 
@@ -64,6 +65,7 @@ class Spin:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        #: Vain attempts in a row.
         self.misses = 0
         #: How many waits go without polling from now on.
         self.skip = 0
@@ -78,8 +80,8 @@ class Spin:
         self.misses = 0
 
     def miss(self) -> None:
-        self.misses = min(2 * self.misses or 1, self.MOST)
-        self.skip = self.misses
+        self.misses += 1
+        self.skip = min((1 << min(self.misses, 8)) // 4, self.MOST)
 
 
 class Waker:
