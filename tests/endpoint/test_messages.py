@@ -11,7 +11,9 @@ import pytest
 from peers import BRIEFLY, SOON, Call, Medium, Pair, blank, is_blank, open_pair, pattern
 from rankmesh import (
     ANY_TAG,
+    CodecError,
     Config,
+    ConfigError,
     DeadlineError,
     Endpoint,
     TruncationError,
@@ -373,3 +375,28 @@ def test_a_burst_of_small_messages_keeps_its_order_beside_other_tags(medium: Med
                 assert (status.nbytes, bytes(out)) == (len(out), number.to_bytes(4, "little") * (1 + number % 3))
         assert waiting.result(timeout=SOON).nbytes == 4
         assert last == b"last"
+
+
+class Unusual:
+    """What only pickle can carry."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unusual)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_pickle_travels_only_where_both_sides_allow_it_and_peers_prove_themselves() -> None:
+    allowing = Config(token="secret", allow_pickle=True)
+    with pytest.raises(ConfigError, match="must prove who they are"):
+        Endpoint("tcp://127.0.0.1:0", allow_pickle=True)
+    for other, travels in ((allowing, True), (Config(token="secret"), False)):
+        with Endpoint(config=allowing) as left, Endpoint(config=other) as right:
+            there = left.connect(right.address, timeout=SOON)
+            back = right.accept(timeout=SOON)
+            if travels:
+                there.send_object(Unusual(), timeout=SOON)
+                assert back.recv_object(timeout=SOON) == Unusual()
+            else:
+                with pytest.raises(CodecError, match="Unusual"):
+                    there.send_object(Unusual(), timeout=SOON)

@@ -74,6 +74,11 @@ class Endpoint:
             raise ConfigError(
                 f"An endpoint's name is printable and has at most {NAME_LIMIT} characters. Choose another."
             )
+        if self.config.allow_pickle and not (self.config.token or self.config.tls) and not _in_process(address):
+            raise ConfigError(
+                "allow_pickle lets peers run code here, so they must prove who they are. "
+                "Set a token (token=, RANKMESH_TOKEN) or use TLS, or leave allow_pickle off."
+            )
         self._rank = rank
         self._run = run
         self.hub = Hub(self.name, self.config)
@@ -398,3 +403,7 @@ def leave(owner: Any, kind: type[BaseException] | None, error: BaseException | N
         owner.close()
     else:
         owner.abort(f"it raised {kind.__name__}" + (f": {error}" if str(error) else ""))
+
+
+def _in_process(address: str | None) -> bool:
+    return address is not None and address.startswith("inproc://")

@@ -54,7 +54,8 @@ class Messages:
     def send_object(self, router: Router, obj: Any, tag: int, timeout: float | None) -> None:
         if not 0 <= tag <= MAX_TAG:
             raise bad_tag(tag)
-        parts = [memoryview(part) for part in codec.encode(obj, allow_pickle=self._hub.config.allow_pickle)]
+        pickle = self._hub.config.allow_pickle and router.peer.may_unpickle
+        parts = [memoryview(part) for part in codec.encode(obj, allow_pickle=pickle)]
         nbytes = sum(part.nbytes for part in parts)
         timeout = self._timeout if timeout is None else timeout
         router.outbound.send(self.group, tag, _OBJECT, parts, nbytes, timeout).result()

@@ -67,6 +67,11 @@ class Peer:
         return self.identity.pid if self.identity is not None else None
 
     @property
+    def may_unpickle(self) -> bool:
+        """Whether it accepts pickled objects, as far as is known: it says so when it connects."""
+        return self.identity is None or not self.connected or self.identity.allow_pickle
+
+    @property
     def connected(self) -> bool:
         return not self.router.gone and getattr(self.router, "link", None) is not None
 
