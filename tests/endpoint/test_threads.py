@@ -104,7 +104,6 @@ def test_16_threads_on_one_pair_of_processes() -> None:
     run_storm(Storm(random.randrange(2**32), threads=16, messages=2_000, largest=1 * MIB), processes=True)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(scaled(180))
 def test_64_threads_on_one_pair_of_processes() -> None:
     run_storm(Storm(random.randrange(2**32), threads=64, messages=20_000, largest=8 * MIB), processes=True)

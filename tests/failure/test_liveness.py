@@ -207,7 +207,6 @@ def test_a_rank_that_computes_in_python_is_alive() -> None:
     compute_test(QUICK, seconds=QUICK.heartbeat_timeout * 4)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(scaled(120))
 def test_a_rank_that_computes_for_20_seconds_is_alive_by_default() -> None:
     compute_test(Config(), seconds=20)

@@ -80,8 +80,8 @@ class Programme:
 
     def __exit__(self, *_: object) -> None:
         self._status.stop()
-        if self._running is not None:
-            self.show(ACTS[self._running].title, ["It did not end as it should; see below."], ok=False)
+        if not self.complete:  # the ranks may fail before rank 0 could say that it began the next act
+            self.show(ACTS[self._shown].title, ["It did not end as it should; see below."], ok=False)
 
     def on_event(self, event: dict[str, Any]) -> None:
         match event:
