@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -186,7 +187,7 @@ class TestRendezvousFile:
             for process in ranks:
                 process.kill()
                 process.wait()
-        assert [out for out, _ in results] == ["1 3\n", "0 3\n", "2 3\n"], [err for _, err in results]
+        assert results == [("1 3\n", ""), ("0 3\n", ""), ("2 3\n", "")]
         assert list(tmp_path.glob("*/*")) == [], "the file with the token is left behind"
 
     def test_file_is_private(self) -> None:
@@ -205,3 +206,13 @@ class TestRendezvousFile:
         with pytest.raises(JoinError, match="left no word") as caught:
             join(timeout=5 * BRIEFLY)
         assert caught.value.missing == (0,)
+
+    def test_file_of_a_killed_run_is_not_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in {**self.environment(1, 2), "RANKMESH_RUN_ID": "again"}.items():
+            monkeypatch.setenv(name, value)
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        dead.wait()
+        left = {"address": "tcp://127.0.0.1:1", "token": "old", "pid": dead.pid}
+        rendezvous_file("again").write_text(json.dumps(left))
+        with pytest.raises(JoinError, match="left no word"):
+            join(timeout=5 * BRIEFLY)

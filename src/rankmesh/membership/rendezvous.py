@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import tempfile
 import threading
 from dataclasses import dataclass, replace
@@ -134,7 +133,7 @@ def host_store(meeting: Meeting, config: Config) -> tuple[StoreServer, Meeting, 
         server = StoreServer("tcp://127.0.0.1:0", config)
         fresh = meeting.file.with_suffix(f".{os.getpid()}")
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-            json.dump({"address": server.address, "token": config.token}, out)
+            json.dump({"address": server.address, "token": config.token, "pid": os.getpid()}, out)
         fresh.replace(meeting.file)
         return server, replace(meeting, stores=(Address.parse(server.address),)), config
     if not config.token and not all(address.is_loopback for address in meeting.stores):
@@ -177,7 +176,7 @@ def read_file(meeting: Meeting, config: Config, deadline: float) -> tuple[Meetin
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError):  # not there yet, or of an older format
             found = json.loads(meeting.file.read_text())
             address = Address.parse(found["address"])
-            if _answers(address):
+            if _runs(found["pid"]):
                 return replace(meeting, stores=(address,)), config if config.token else config.override(
                     token=found["token"]
                 )
@@ -190,11 +189,13 @@ def read_file(meeting: Meeting, config: Config, deadline: float) -> tuple[Meetin
     )
 
 
-def _answers(address: Address) -> bool:
-    """A file may be left over from an earlier run whose port is closed."""
-    with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=1):
-        return True
-    return False
+def _runs(pid: int) -> bool:
+    """A file may be left over from an earlier run whose rank 0 was killed."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def open_endpoint(meeting: Meeting, config: Config) -> Endpoint:
