@@ -124,7 +124,7 @@ def test_callbacks_run_once_in_order_and_without_the_lock(engine: Engine, work: 
     seen: list[tuple[int, int]] = []
     for number in range(3):
         work.add_done_callback(lambda done, number=number: seen.append((number, done.result())))  # type: ignore[misc]
-    work.add_done_callback(lambda _: engine.kick())  # takes the lock
+    work.add_done_callback(lambda _: engine.call_soon(lambda: None))  # takes the lock
     finish(engine, work, 9)
     wait_until(lambda: len(seen) == 3, 5)
     assert seen == [(0, 9), (1, 9), (2, 9)]

@@ -168,12 +168,6 @@ class Engine:
                 self.call_at(0.0, callback)
                 self.wake_background()
 
-    def kick(self) -> None:
-        """Somebody waits who cannot drive (asyncio, a callback): the background thread should lead now. Without the
-        lock."""
-        with self:
-            self.wake_background()
-
     # ------------------------------------------------------------------ waiting
 
     def drive(self, work: Waited, deadline: float) -> None:  # noqa: C901  # the hot path, written out for its speed
