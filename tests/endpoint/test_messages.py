@@ -400,3 +400,17 @@ def test_pickle_travels_only_where_both_sides_allow_it_and_peers_prove_themselve
             else:
                 with pytest.raises(CodecError, match="Unusual"):
                     there.send_object(Unusual(), timeout=SOON)
+
+
+def test_memory_of_early_messages_is_used_again(tcp: Medium) -> None:
+    """A message that comes before its receive lies in a buffer of the pool, which goes back when it was received."""
+    with open_pair(tcp) as pair:
+        for number in range(20):
+            sent = pattern(10_000 + number, number)
+            pair.there.send(sent, tag=number)
+            assert pair.back.probe(tag=number, timeout=SOON).nbytes == len(sent)
+            out = bytearray(len(sent))
+            pair.back.recv(out, tag=number, timeout=SOON)
+            assert out == sent.tobytes()
+        pool = pair.back.router.hub.pool
+        assert pool.held == 16_384, "one buffer served them all, and is back"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
+from rankmesh.buffers import BufferPool
 from rankmesh.config import Config
 from rankmesh.endpoint.loopback import Loopback
 from rankmesh.endpoint.matching import ANY_SOURCE, Matcher
@@ -46,6 +47,8 @@ class Hub:
         self.matcher: Matcher[Receive, Message] = Matcher()
         self.routers: dict[int, Router] = {}
         self.probes: list[Probe] = []
+        #: Memory of messages that came before their receive, used again: as much as one sender may have lying here.
+        self.pool = BufferPool(config.peer_credit_bytes)
         self.services: dict[int, Service] = {}
         #: Members of each closed group, by index: a wildcard receive fails when none is left.
         self.members: dict[int, set[int]] = {}

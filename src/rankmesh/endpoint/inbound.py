@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from rankmesh.buffers import fresh
+from rankmesh.buffers import BufferPool, fresh
 from rankmesh.endpoint.outbound import MAX_ANNOUNCED, RPC, TURN_BYTES
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError, TransferAborted
@@ -286,7 +286,7 @@ class Inbound:
             receive = self._hub.fitting(receive, self._index, group, tag, flags)
         self._credit.arrived(nbytes + OVERHEAD)
         if receive is None:
-            view = fresh(nbytes)
+            view = self._room(nbytes, flags)
             if self._parser.into(view):
                 self._hub.keep(Message(self._router, group, tag, flags, nbytes, view))
             else:
@@ -299,6 +299,12 @@ class Inbound:
             receive.arrived(self._router.index, tag, nbytes)
         else:
             self._land(receive, group, tag, nbytes)
+
+    def _room(self, nbytes: int, flags: int) -> memoryview:
+        """Memory for a message without a receive: from the pool, unless it is small, or an object, which keeps it."""
+        if flags or nbytes < BufferPool.SMALLEST:
+            return fresh(nbytes)
+        return memoryview(self._hub.pool.take(nbytes))[:nbytes]
 
     def _intruder(self, group: int) -> ProtocolError:
         return ProtocolError(f"a message for group {group}, of which it is no member", reason="not a member")
@@ -346,6 +352,8 @@ class Inbound:
                 receive.view = message.payload
             elif nbytes:
                 receive.view[:nbytes] = message.payload
+                if isinstance(message.payload.obj, bytearray):
+                    self._hub.pool.give(message.payload.obj)
             receive.arrived(self._router.index, message.match_tag, nbytes)
         if message in self._unowed:
             self._unowed.remove(message)
