@@ -180,8 +180,10 @@ class Mesh:
 
     def recv(self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Receive into a buffer. Raises TruncationError if it is too small, PeerLost if `source` is gone."""
-        peer, index = self._source(source)
-        return self._messages.recv(peer, index, out, tag, timeout)
+        if 0 <= source < self.size:
+            return self._messages.recv(self.peers[source], self._routers[source], out, tag, timeout)
+        self._source(source)
+        return self._messages.recv(None, None, out, tag, timeout)
 
     def isend(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> Work[None]:
         """Like `send`, without waiting. The buffer belongs to the Work until it is done."""

@@ -330,7 +330,7 @@ class Endpoint:
 
     def recv(self, out: Any, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Receive into a buffer from whichever peer sends first; `status.source` is that Peer."""
-        return self._messages.recv(None, ANY_SOURCE, out, tag, timeout)
+        return self._messages.recv(None, None, out, tag, timeout)
 
     def irecv(self, out: Any, tag: int = ANY_TAG, timeout: float | None = None) -> Work[Status]:
         """Like `recv`, without waiting."""

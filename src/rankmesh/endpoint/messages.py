@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh import codec
 from rankmesh.buffers import EMPTY, readable, writable
-from rankmesh.endpoint.matching import ANY_TAG
+from rankmesh.endpoint.matching import ANY_SOURCE, ANY_TAG
 from rankmesh.endpoint.transfers import Probe, Receive, Status
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import UsageError
@@ -62,14 +62,16 @@ class Messages:
         timeout = self._timeout if timeout is None else timeout
         router.outbound.send(self.group, tag, _OBJECT, parts, nbytes, timeout).result()
 
-    def recv(self, peer: Any, source: int, out: Any, tag: int, timeout: float | None) -> Status:
+    def recv(self, peer: Any, router: Router | None, out: Any, tag: int, timeout: float | None) -> Status:
+        """`router`: of the one it comes from; None: from anyone."""
         view = writable(out)
         if not ANY_TAG <= tag <= MAX_TAG:
             raise bad_tag(tag)
-        router = self._hub.routers.get(source)
-        if router is not None and tag >= 0:
+        source = ANY_SOURCE
+        if router is not None:
+            source = router.index
             direct = router.inbound.direct
-            if direct is not None and direct.receive(self.group, tag, view):
+            if direct is not None and tag >= 0 and direct.receive(self.group, tag, view):
                 return _new_tuple(Status, (self._sources.get(source), tag, len(view)))
         return Receive(
             self._hub,

@@ -19,7 +19,7 @@ from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
 from rankmesh.endpoint.sharing import Offers
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import BusyError, ProtocolError, UsageError
-from rankmesh.transport.ring import begin
+from rankmesh.transport.ring import BELL, begin
 from rankmesh.wire.credit import OVERHEAD, CreditOut
 from rankmesh.wire.credit import Lane as CreditLane
 from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Flag, Kind, pack
@@ -85,7 +85,7 @@ class Outbound:
         self._ring = self._offers = None
         if polled is not None and polled.writer is not None:
             self._offers = Offers(polled, self._router.hub.arena)
-            self._ring, self._after_write = polled.writer, polled.after_write
+            self._ring, self._after_write, self._fence = polled.writer, polled.after_write, polled.fence
             self._join_limit = self._eager_limit  # nothing is joined: it is written in place
         self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
         self.blocked = self.paused = False
@@ -131,8 +131,13 @@ class Outbound:
                     self._like(group, tag, nbytes)
                 header = self._like_header
                 try:
-                    if self._ring is not None and self._ring.put(self._like_prefix, view):
-                        self._after_write()
+                    ring = self._ring
+                    if ring is not None and ring.put(self._like_prefix, view):
+                        fence = self._fence
+                        fence.acquire()
+                        fence.release()
+                        if ring.control[BELL]:
+                            self._after_write()
                         sent = HEADER_BYTES + nbytes
                     else:
                         sent = self._link_send(b"".join((header, view)))

@@ -135,7 +135,7 @@ class Peer:
 
     def recv(self, out: Any, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Receive into a buffer."""
-        return self._messages.recv(self, self.router.index, out, tag, timeout)
+        return self._messages.recv(self, self.router, out, tag, timeout)
 
     def isend(self, data: Any, tag: int = 0, timeout: float | None = None) -> Work[None]:
         """Like `send`, without waiting. The buffer belongs to the Work until it is done."""

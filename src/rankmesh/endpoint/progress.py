@@ -190,16 +190,12 @@ class Engine:
                         spin.skip -= 1
                     elif spin.seconds:  # poll until `work` is done, or for so long without an event
                         hint = work.hint
-                        if hint is not None and self.drives % SWEEP:
-                            for _ in hint.looks:
-                                if not hint.calm:
-                                    break
-                                hint.read_one()
-                                if work.finished:
-                                    spin.misses = 0
-                                    return
+                        enough = hint is not None and self.drives % SWEEP and hint.attend(work)
+                        if work.finished:
+                            spin.misses = 0
+                            return
                         poll, handlers, end = self.poll, self._handlers, 0.0
-                        while True:
+                        while not enough:
                             events = poll(0, EVENTS)
                             if events or (self.looks and self.look_around()):
                                 for fd, mask in events:

@@ -25,14 +25,9 @@ class Parker(Protocol):
 
 
 class Hint(Protocol):
-    """A connection that can be looked at directly: while `calm`, `read_one()` takes what is there, or does nothing."""
+    """A connection that can be looked at directly, on behalf of a waiter: see endpoint/direct.py."""
 
-    #: As many items as looks are worthwhile before all connections are looked at.
-    looks: tuple[None, ...]
-
-    @property
-    def calm(self) -> bool: ...
-    def read_one(self) -> None: ...
+    def attend(self, work: Waited) -> bool: ...
 
 
 class Waited(Protocol):

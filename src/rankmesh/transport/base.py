@@ -20,6 +20,7 @@ twice. A transport knows bytes only: no frames, peers, ranks or tokens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -66,6 +67,8 @@ class PolledLink(Link, Protocol):
 
     reader: RingReader | None
     writer: RingWriter | None
+    #: Taken and given back between a store and a load of the rings' words that must not change places.
+    fence: threading.Lock
     #: Segments of the other side's arena that are mapped here, to be read.
     shared: dict[int, memoryview]
 

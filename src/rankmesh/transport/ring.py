@@ -15,12 +15,12 @@ Memory order. Every shared word has one writer at a time, is aligned, and is wri
 - The reader copies the bytes out, then stores HEAD (or FREED). Who has loaded HEAD may overwrite them.
 - Sleeping is the one place where x86 is not enough, because a store may be delayed past a later load: the reader stores
   BELL ("ring when something comes") and then looks at TAIL, the writer stores TAIL and then looks at BELL. Each puts
-  `fence()`, an instruction that is a full barrier, between the two, or both might look too early and the reader sleep
+  a fence, an instruction that is a full barrier, between the two, or both might look too early and the reader sleep
   over a message. ROOM ("ring when there is room") works alike, the other way round.
 - BELL and ROOM are put down by who rings, before it rings, and put up by who wants to sleep: a bell that is down was
   rung and not yet answered, so it need not be rung again.
 
-Other machines may reorder all of these: there `fence` is a system call and every record rings (see shm.py).
+Other machines may reorder all of these: there every record rings, by a system call (see shm.py).
 
 The other side is a process of the same user that knows the token, and may still be wrong: positions and sizes are
 checked before they are used, and raise OSError. A size is read once.
@@ -29,7 +29,7 @@ checked before they are used, and raise OSError. A size is read once.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 LINE: Final = 64
@@ -60,9 +60,7 @@ MASK: Final = RING_BYTES - 1
 #: Larger buffers go through slots.
 INLINE_MOST: Final = 64 * 1024
 #: The reader tells how far it is when it has taken this much: the writer cannot be short of room before.
-_TELL: Final = RING_BYTES // 4
-
-Fence = Callable[[], None]
+TELL: Final = RING_BYTES // 4
 
 
 def corrupt(what: str) -> OSError:
@@ -184,7 +182,7 @@ class RingWriter(_End):
 
 
 class RingReader(_End):
-    __slots__ = ("_record", "_slots_used", "_told", "head", "size", "used")
+    __slots__ = ("_record", "_slots_used", "head", "size", "told", "used")
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
@@ -195,7 +193,8 @@ class RingReader(_End):
         self._record = 0
         self.used = 0
         self._slots_used = 0
-        self._told = 0
+        #: As far as the writer was told that this end is.
+        self.told = 0
 
     def ready(self) -> bool:
         """Whether there is something to read."""
@@ -217,7 +216,7 @@ class RingReader(_End):
     def pop(self) -> bool:
         """Take the record that `front()` found. True: it is time to `tell()`."""
         self.head = head = self.head + (self.size + WORD + LINE - 1 & -LINE)
-        return head - self._told >= _TELL
+        return head - self.told >= TELL
 
     def read(self, view: memoryview) -> int:
         """Read what is there and fits; how many bytes that was. Large records are not mixed with others: a reader
@@ -238,7 +237,7 @@ class RingReader(_End):
 
     def tell(self) -> None:
         """Let the writer know how far this end is."""
-        self._told = self.control[HEAD] = self.head
+        self.told = self.control[HEAD] = self.head
 
     def _read_inline(self, view: memoryview) -> int:
         at = (self.head & MASK) + WORD
