@@ -50,7 +50,6 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 #: Module, or module:function → why it is longer.
 LONGER: dict[str, str] = {
-    "rankmesh.endpoint.progress:drive": "the hot path: a call saved is half a microsecond of every message",
 }
 
 #: Never loaded by `import rankmesh`: extras, and what only the command line or one transport needs.

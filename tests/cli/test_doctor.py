@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import platform
 import pty
 import socket
 import subprocess
@@ -12,13 +12,13 @@ import sys
 import threading
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rankmesh.cli import doctor, reach
 from rankmesh.cli.main import main
+from rankmesh.transport import shm
 from timing import scaled
 
 Findings = dict[tuple[str, str], dict[str, Any]]
@@ -48,7 +48,7 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert findings["packages", "numpy"]["value"] == version("numpy")
     assert "127.0.0.1 on lo" in findings["network", "advertised"]["value"]
     assert "can be bound on 127.0.0.1" in findings["network", "listening"]["value"]
-    assert "GiB free of" in findings["limits", "/dev/shm"]["value"]
+    assert findings["limits", "shared memory"]["value"].startswith(f"works, for uid {os.geteuid()}")
     assert findings["environment", "launcher"]["value"].startswith("none")
     assert {f["verdict"] for f in findings.values()} <= {"ok", "note"}
 
@@ -110,20 +110,23 @@ def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "torch" not in sys.modules
 
 
-def test_a_small_shared_memory_is_a_note(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    small = SimpleNamespace(f_blocks=16384, f_bavail=16384, f_frsize=4096)
-    monkeypatch.setattr(os, "statvfs", lambda path: small)
+def test_missing_shared_memory_is_a_note(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
     code, findings = examine(capsys)
     assert code == 0
-    assert findings["limits", "/dev/shm"]["verdict"] == "note"
-    assert "--shm-size" in findings["limits", "/dev/shm"]["advice"]
+    assert findings["limits", "shared memory"]["verdict"] == "note"
+    assert "not implemented" in findings["limits", "shared memory"]["value"]
+    assert "TCP" in findings["limits", "shared memory"]["advice"]
 
 
 def test_weakly_ordered_machines_are_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(shm, "ORDERED", False)
     _, findings = examine(capsys)
     assert findings["cores", "architecture"]["verdict"] == "note"
-    assert "aarch64, weakly ordered" in findings["cores", "architecture"]["value"]
+    assert "weakly ordered" in findings["cores", "architecture"]["value"]
 
 
 def test_an_address_that_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,18 +22,18 @@ from typing import Final, Literal
 
 from rankmesh.cli.main import Subparsers
 from rankmesh.cli.reach import reach
-from rankmesh.config import GIB, MIB, Config
+from rankmesh.config import Config
 from rankmesh.errors import ConfigError, RankmeshError
 from rankmesh.membership import environment, interfaces
 from rankmesh.membership.schemes import SCHEMES
+from rankmesh.transport import segment, shm
 from rankmesh.transport.address import Address
+from rankmesh.transport.place import Place
 
 Verdict = Literal["ok", "note", "broken"]
 
 #: A rank keeps one connection per peer, and libraries open files of their own.
 FEW_FILES: Final = 1024
-#: Docker gives containers 64 MiB; ranks on one host exchange data through it.
-SMALL_SHM: Final = 256 * MIB
 #: (package, whether rankmesh needs it)
 PACKAGES: Final = (
     ("rankmesh", True),
@@ -45,8 +45,6 @@ PACKAGES: Final = (
 )
 #: Seconds until an address counts as unreachable.
 REACH_TIMEOUT: Final = 5.0
-#: Machines on which stores become visible in the order in which they were made.
-ORDERED_STORES: Final = ("x86_64", "AMD64", "i686")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ def _python(_: argparse.Namespace) -> list[Finding]:
 def _cores(_: argparse.Namespace) -> list[Finding]:
     usable = sorted(os.sched_getaffinity(0))
     machine = platform.machine()
-    ordered = machine in ORDERED_STORES
+    ordered = shm.ORDERED
     note = (
         ""
         if ordered
@@ -194,20 +192,17 @@ def _pids_limit() -> str:
     return "no limit" if text == "max" else text
 
 
-def _shared_memory(path: str = "/dev/shm") -> Finding:
+def _shared_memory() -> Finding:
+    """Try what two ranks of this host would do. It is anonymous memory: the size of /dev/shm does not matter."""
     try:
-        stat = os.statvfs(path)
+        place = Place.here()
+        shared, fd = segment.create()
     except OSError as error:
-        return Finding("limits", path, "missing", "note", f"{error}. Ranks on one host fall back to TCP.")
-    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    value = f"{free / GIB:.2f} GiB free of {total / GIB:.2f} GiB"
-    if not os.access(path, os.W_OK):
-        return Finding("limits", path, value, "note", "It cannot be written. Ranks on one host fall back to TCP.")
-    if free < SMALL_SHM:
-        return Finding(
-            "limits", path, value, "note", "That is little for ranks on one host. In a container: --shm-size=2g."
-        )
-    return Finding("limits", path, value)
+        reason = error.strerror or error
+        return Finding("limits", "shared memory", f"none ({reason})", "note", "Ranks on one host fall back to TCP.")
+    shared.close()
+    os.close(fd)
+    return Finding("limits", "shared memory", f"works, for uid {place.user} in network namespace {place.network}")
 
 
 def _packages(_: argparse.Namespace) -> list[Finding]:
