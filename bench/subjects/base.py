@@ -1,8 +1,8 @@
-"""The interface of a subject, and the loops that all subjects share.
+"""The interfaces of subjects, and the loops that all subjects of a kind share.
 
 Rules that make the figures comparable:
-- The loops below are the measurement. A subject provides `sender` and `receiver`, callables that lead into its library
-  with as little Python in between as possible (a bound method or a `functools.partial`, not a wrapper function).
+- The loops below and in measures/ are the measurement. A subject provides callables that lead into its library with as
+  little Python in between as possible (a bound method or a `functools.partial`, not a wrapper function).
 - Only bare sockets override a loop: they are the reference and shall be as fast as Python can be without a library.
 - Every message lands in memory the caller named, which was written to before; contents are checked outside the timed
   part.
@@ -27,7 +27,7 @@ OPEN_TIMEOUT = 30.0
 
 
 class Subject(ABC):
-    """One process's side of a pair (rankmesh: of a world). Used by one thread."""
+    """One process's side of a pair or a world. Used by one thread."""
 
     @abstractmethod
     def open(self, rank: int, size: int, port: int) -> None:
@@ -38,6 +38,17 @@ class Subject(ABC):
         """Release everything `open` made."""
 
     @abstractmethod
+    def version(self) -> str:
+        """The library and its version, for the report. Asked after `open`."""
+
+    def check(self) -> None:  # noqa: B027 - most subjects have nothing to be doubted
+        """Asked after each measure: raise if what was measured is not what the row's title says."""
+
+
+class Messenger(Subject):
+    """Sends and receives messages."""
+
+    @abstractmethod
     def sender(self, peer: int) -> Verb:
         """A callable that sends one buffer to `peer`."""
 
@@ -45,9 +56,9 @@ class Subject(ABC):
     def receiver(self, peer: int) -> Verb:
         """A callable that fills one buffer with the next message of `peer`."""
 
-    @abstractmethod
-    def version(self) -> str:
-        """The library and its version, for the report."""
+    def allocate(self, nbytes: int) -> Bytes:
+        """Memory for a large message, written to."""
+        return np.ones(nbytes, np.uint8)
 
     def buffer(self, array: Bytes) -> Any:
         """The same memory as the library likes to be given it."""
@@ -55,21 +66,11 @@ class Subject(ABC):
 
     def ping(self, peer: int, out: Any, into: Any, count: int) -> list[int]:
         """Nanoseconds of each of `count` round trips."""
-        send, recv, clock = self.sender(peer), self.receiver(peer), time.perf_counter_ns
-        samples = [0] * count
-        for i in range(count):
-            began = clock()
-            send(out)
-            recv(into)
-            samples[i] = clock() - began
-        return samples
+        return time_round_trips(self.sender(peer), self.receiver(peer), out, into, count)
 
     def echo(self, peer: int, into: Any, count: int) -> None:
         """The other side of `ping`."""
-        send, recv = self.sender(peer), self.receiver(peer)
-        for _ in range(count):
-            recv(into)
-            send(into)
+        relay(self.receiver(peer), self.sender(peer), into, count)
 
     def send_each(self, peer: int, message: Any, count: int) -> None:
         """One call of the library per message, nothing awaited in between."""
@@ -82,3 +83,30 @@ class Subject(ABC):
         recv = self.receiver(peer)
         for _ in range(count):
             recv(into)
+
+
+class Copier(Subject):
+    """Copies memory inside one process: what moving data costs where nobody is to be told of it."""
+
+    @abstractmethod
+    def copy(self, out: Bytes, source: Bytes) -> object:
+        """Copy all of `source` into `out`."""
+
+
+def time_round_trips(send: Verb, recv: Verb, out: Any, into: Any, count: int) -> list[int]:
+    """Nanoseconds of each of `count` messages until an answer is there: from the same peer, or round a ring."""
+    clock = time.perf_counter_ns
+    samples = [0] * count
+    for i in range(count):
+        began = clock()
+        send(out)
+        recv(into)
+        samples[i] = clock() - began
+    return samples
+
+
+def relay(recv: Verb, send: Verb, into: Any, count: int) -> None:
+    """Pass on what comes, `count` times: back, or to the next in a ring."""
+    for _ in range(count):
+        recv(into)
+        send(into)
