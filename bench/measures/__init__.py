@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from measures.base import Rank
+from measures.calls import CallRank
 from measures.copying import CopyRank
 from measures.messages import MessageRank
-from subjects.base import Copier, Messenger, Subject
+from subjects.base import Caller, Copier, Messenger, Subject
 
 
 def measured(subject: Subject, rank: int, size: int) -> Rank:
@@ -13,6 +14,8 @@ def measured(subject: Subject, rank: int, size: int) -> Rank:
     match subject:
         case Messenger():
             return MessageRank(subject, rank, size)
+        case Caller():
+            return CallRank(subject, rank, size)
         case Copier():
             return CopyRank(subject, rank, size)
     raise TypeError(f"Nothing measures a {type(subject).__name__}: add its kind to bench/measures/__init__.py.")

@@ -32,6 +32,9 @@ class Entry:
 #: MPICH's wheel speaks UCX; this leaves it TCP only, also between processes of one host.
 MPICH_TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 
+#: TensorPipe looks the host's name up and binds to that address, unless it is told an interface.
+TORCH_RPC = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
@@ -47,6 +50,17 @@ ENTRIES: dict[str, Entry] = {
         Entry("mpi-tcp", "mpi4py + MPICH, TCP only", "mpi:Mpi", mpiexec=True, env=MPICH_TCP_ONLY),
         Entry("zmq", "pyzmq PAIR over tcp", "zeromq:ZmqPair"),
         Entry("zmq-ipc", "pyzmq PAIR over ipc", "zeromq:ZmqPairIpc"),
+        Entry("rankmesh-inline", "rankmesh tcp://, inline", "rankmesh_calls:InlineTcp"),
+        Entry("rankmesh-pooled", "rankmesh tcp://, pooled", "rankmesh_calls:PooledTcp"),
+        Entry("rankmesh-shm-inline", "rankmesh, shared memory, inline", "rankmesh_calls:InlineShm"),
+        Entry("rankmesh-shm-pooled", "rankmesh, shared memory, pooled", "rankmesh_calls:PooledShm"),
+        Entry("grpc", "grpcio, threads", "grpc_calls:Grpc"),
+        Entry("grpc-aio", "grpcio, asyncio", "grpc_calls:GrpcAio"),
+        Entry("rpyc", "RPyC", "rpyc_calls:Rpyc"),
+        Entry("zmq-req", "pyzmq REQ/REP over tcp", "zeromq_calls:ZmqReqRep"),
+        Entry("zmq-dealer", "pyzmq DEALER/ROUTER over tcp", "zeromq_calls:ZmqDealerRouter"),
+        Entry("torch-rpc", "torch.distributed.rpc", "torch_rpc:TorchRpc", env=TORCH_RPC),
+        Entry("torch-rpc-tcp", "torch.distributed.rpc, TCP only", "torch_rpc:TorchRpcTcp", env=TORCH_RPC),
     )
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Verb = Callable[[Any], object]
+Call = Callable[[Any], Any]
 
 HOST = "127.0.0.1"
 #: Seconds a subject may take to connect its processes to each other.
@@ -91,6 +93,45 @@ class Copier(Subject):
     @abstractmethod
     def copy(self, out: Bytes, source: Bytes) -> object:
         """Copy all of `source` into `out`."""
+
+
+class Caller(Subject):
+    """Calls a function of another process that returns its argument. Rank 1 serves it in threads of its own from `open`
+    to `close`; rank 0 calls."""
+
+    @abstractmethod
+    def caller(self) -> Call:
+        """A callable that makes one call and returns its result."""
+
+    def array(self, array: Bytes) -> Any:
+        """A large array in the form in which the library carries it best. Small payloads are `bytes` for everybody."""
+        return array.tobytes()
+
+    def time_calls(self, payload: Any, count: int) -> tuple[list[int], Any]:
+        """Nanoseconds of each of `count` calls, one after the other, and the last result."""
+        call, clock = self.caller(), time.perf_counter_ns
+        samples, result = [0] * count, None
+        for i in range(count):
+            began = clock()
+            result = call(payload)
+            samples[i] = clock() - began
+        return samples, result
+
+    def call_in_flight(self, payload: Any, count: int, window: int) -> Any:
+        """Make `count` calls, of which up to `window` are under way at a time; return the last result."""
+        raise NotImplementedError(f"{type(self).__name__} has one call at a time.")
+
+
+def keep_in_flight(start: Call, finish: Call, payload: Any, count: int, window: int) -> Any:
+    """`call_in_flight` for libraries whose call can be started and finished apart: the oldest is awaited first."""
+    flying = deque(start(payload) for _ in range(min(window, count)))
+    for _ in range(count - len(flying)):
+        finish(flying.popleft())
+        flying.append(start(payload))
+    result = None
+    while flying:
+        result = finish(flying.popleft())
+    return result
 
 
 def time_round_trips(send: Verb, recv: Verb, out: Any, into: Any, count: int) -> list[int]:
