@@ -76,6 +76,9 @@ class Config:
     #: Seconds a waiter polls before it sleeps, as long as polling lately paid off. 0 never polls.
     spin: float = 100e-6
 
+    #: Peers of the same host and user move from sockets to shared memory by themselves.
+    shm: bool = True
+
     #: Interfaces to advertise: names, globs, `^exclude` or CIDR, separated by commas. Empty: by route.
     interface: str = ""
     #: Pickle may be used for objects msgpack cannot carry, if the other side agrees too.

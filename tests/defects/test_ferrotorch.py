@@ -15,7 +15,7 @@ from rankmesh.config import MIB
 from rankmesh.testing.world import run_world
 from timing import scaled, wait_until
 
-TCP = Medium("tcp://127.0.0.1:0", Config())
+TCP = Medium("tcp://127.0.0.1:0", Config(shm=False))
 
 
 @pytest.fixture

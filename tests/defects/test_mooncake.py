@@ -18,7 +18,7 @@ from rankmesh import CancelledError, Config, DeadlineError
 from rankmesh.config import MIB
 from timing import scaled, wait_until
 
-TCP = Medium("tcp://127.0.0.1:0", Config())
+TCP = Medium("tcp://127.0.0.1:0", Config(shm=False))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from timing import scaled, wait_until
 
 __all__ = ["nursery"]
 
-TCP = Medium("tcp://127.0.0.1:0", Config())
+TCP = Medium("tcp://127.0.0.1:0", Config(shm=False))
 
 
 @pytest.fixture

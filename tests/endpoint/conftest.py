@@ -12,7 +12,7 @@ from rankmesh.cli import authority
 from rankmesh.testing.faults import FaultTransport
 
 #: Address to listen on by transport: a new one is tested by a line here.
-TRANSPORTS = {"inproc": "inproc://", "tcp": "tcp://127.0.0.1:0", "tls": "tls://127.0.0.1:0"}
+TRANSPORTS = {"inproc": "inproc://", "shm": "shm://", "tcp": "tcp://127.0.0.1:0", "tls": "tls://127.0.0.1:0"}
 #: Reads and writes of at most this many bytes, by chance: frames are cut everywhere.
 TRICKLE_BYTES = 9000
 
@@ -38,7 +38,7 @@ def medium(request: pytest.FixtureRequest) -> Iterator[Medium]:
             yield FAULTY
     else:
         tls = request.getfixturevalue("certificates") if request.param == "tls" else None
-        yield Medium(TRANSPORTS[request.param], Config(tls=tls))
+        yield Medium(TRANSPORTS[request.param], Config(tls=tls, shm=False))
 
 
 @pytest.fixture
@@ -56,4 +56,4 @@ def inproc() -> Medium:
 @pytest.fixture
 def tcp() -> Medium:
     """For what needs a real socket, or another process."""
-    return Medium("tcp://127.0.0.1:0", Config())
+    return Medium("tcp://127.0.0.1:0", Config(shm=False))

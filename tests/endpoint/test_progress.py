@@ -170,7 +170,7 @@ def test_deadline_without_time_looks_once(engine: Engine, source: Source) -> Non
         source.due.append(work)
         source.ring()
         for _ in range(40):  # whether it would poll or not
-            engine._spin.miss()
+            engine.spin.miss()
         engine.drive(work, monotonic())
         assert work.finished
 
@@ -275,4 +275,4 @@ def test_callbacks_of_users_do_not_stop_the_background_thread(engine: Engine, ca
             work.add_done_callback(boom)
             engine.call_soon(lambda work=work: work.finish(1))  # type: ignore[misc]
             wait_until(work.done, 5)
-    assert engine._thread.is_alive()
+    assert engine.background.thread.is_alive()

@@ -29,7 +29,7 @@ def test_parse_and_str_are_inverse(text: str) -> None:
 INVALID = {
     "127.0.0.1:7000": "Write it as scheme://host:port",
     "": "Write it as scheme://host:port",
-    "ftp://127.0.0.1:21": "unknown scheme 'ftp'. Use one of inproc, tcp, tls",
+    "ftp://127.0.0.1:21": "unknown scheme 'ftp'. Use one of inproc, shm, tcp, tls",
     "TCP://127.0.0.1:21": "unknown scheme 'TCP'",
     "tcp://127.0.0.1": "no host and port",
     "tcp://:7000": "no host and port",

@@ -19,6 +19,11 @@ class TestInproc(LinkConformance):
     timeout = scaled(10)
 
 
+class TestShm(LinkConformance):
+    address = "shm://"
+    timeout = scaled(10)
+
+
 class TestTcpIpv4(LinkConformance):
     address = "tcp://127.0.0.1:0"
     timeout = scaled(10)
@@ -53,6 +58,10 @@ class _Trickling(LinkConformance):
         faults = FaultTransport(transport_for(inner), seed=seed, prepare=lambda link: link.trickle(5000))
         with faults.installed():
             yield
+
+
+class TestTricklingShm(_Trickling):
+    inner, address = "shm://", "fault+shm://"
 
 
 class TestTricklingInproc(_Trickling):

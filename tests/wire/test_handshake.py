@@ -384,7 +384,7 @@ def test_messages_out_of_turn_are_refused_on_their_prefix(
     "state, initiator, kind, shortest, longest",
     [
         (at_start, False, Type.HELLO, 50, 50),
-        (at_start, True, Type.CHALLENGE, 48, 48),
+        (at_start, True, Type.CHALLENGE, 48, 96),
         (after_first, False, Type.AUTH, 32, 32 + 4096),
         (after_first, True, Type.WELCOME, 32, 32 + 4096),
         (at_start, True, Type.REFUSE, 0, 512),

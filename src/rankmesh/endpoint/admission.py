@@ -45,12 +45,15 @@ class Admission:
         initiator: bool,
         token: str,
         identity: Identity,
+        shortcut: bytes,
         timeout: float,
         progressed: Callable[[Admission], None],
         failed: Callable[[Admission, Exception], None],
     ) -> None:
         self.link = link
-        self.handshake = Handshake(initiator=initiator, token=token, identity=identity, nonce=os.urandom(NONCE_BYTES))
+        self.handshake = Handshake(
+            initiator=initiator, token=token, identity=identity, nonce=os.urandom(NONCE_BYTES), shortcut=shortcut
+        )
         self.began = monotonic()
         #: Whether the other side has said anything.
         self.spoke = False

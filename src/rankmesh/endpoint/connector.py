@@ -15,15 +15,18 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from rankmesh.endpoint.admission import Admission, Closed
 from rankmesh.endpoint.pool import Verdict, judge
+from rankmesh.endpoint.shortcut import NETWORKED, Shortcut, carrier
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ConfigError, ConnectError, RankmeshError
 from rankmesh.transport.address import Address
 from rankmesh.transport.base import Link, Listener
 from rankmesh.transport.registry import transport_for
 from rankmesh.wire.handshake import Refusal, Refused
-from rankmesh.wire.messages import Identity
+from rankmesh.wire.messages import Identity, plain
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
@@ -38,6 +41,7 @@ ACCEPTS_PER_TURN: Final = 32
 ACCEPT_PAUSE: Final = 0.2
 
 _IN: Final = select.EPOLLIN
+_NETWORKED: Final = tuple(f"{scheme}://" for scheme in NETWORKED)
 
 #: Refusals that trying again cannot mend.
 _FINAL: Final = frozenset({Refusal.TOKEN, Refusal.VERSION, Refusal.WORLD, Refusal.CLOSING})
@@ -70,6 +74,9 @@ class Dial:
         self._backoff = connector.hub.config.connect_backoff[0]
         self.admission: Admission | None = None
         self._over = False
+        #: On the way over shared memory; why that way failed.
+        self._on_shortcut = False
+        self.no_shm = ""
 
     @property
     def where(self) -> str:
@@ -88,7 +95,7 @@ class Dial:
                     error = problem
             self._connector.hub.engine.call_soon(lambda: self._resolved(found, error))
 
-        if all(address.ip is not None or address.scheme == "inproc" for address in self._names):
+        if all(address.ip is not None or address.is_name for address in self._names):
             self._resolved(self._names, None)
         else:
             threading.Thread(target=resolve, name="rankmesh-resolve", daemon=True).start()
@@ -125,15 +132,36 @@ class Dial:
         except OSError as error:
             self._attempt_failed(error)
             return
+        self._admit(link)
+
+    def _admit(self, link: Link) -> None:
         remaining = max(self.deadline - monotonic(), 0.001)
         self._connector.admit(link, self, min(remaining, self._connector.hub.config.handshake_timeout))
+
+    def take_shortcut(self, name: bytes) -> None:
+        """The other side is in the same place: go on over shared memory."""
+        try:
+            link = self._connector.shortcut.connect(name)
+        except OSError as error:
+            self._shortcut_failed(error)
+            return
+        self._on_shortcut = True
+        self._admit(link)
+
+    def _shortcut_failed(self, error: Exception) -> None:
+        """Back to the network."""
+        self._on_shortcut = False
+        self.no_shm = f"shared memory failed ({getattr(error, 'strerror', None) or error})"
+        self._attempt()
 
     def failed(self, error: Exception) -> None:
         """The connection was not made, or was refused."""
         if self._over:
             return
         self.admission = None
-        if isinstance(error, Refused) and error.code == Refusal.DUPLICATE:
+        if self._on_shortcut and not isinstance(error, Refused):
+            self._shortcut_failed(error)
+        elif isinstance(error, Refused) and error.code == Refusal.DUPLICATE:
             self.trouble = "waiting for the connection that the other side opened"
             self._retry_later(self._connector.hub.config.handshake_timeout)
         elif isinstance(error, Refused) and error.code in _FINAL:
@@ -205,6 +233,16 @@ class Connector:
         self._dials: dict[int, Dial] = {}
         self._accepting: dict[Admission, None] = {}
         self._dialing: dict[Admission, Dial] = {}
+        self.shortcut = Shortcut(hub.config)
+
+    @property
+    def place(self) -> str:
+        return self.shortcut.place
+
+    @property
+    def no_shm(self) -> str:
+        """Why this endpoint does not share memory; empty if it does."""
+        return self.shortcut.trouble
 
     # ------------------------------------------------------------------ listening
 
@@ -222,9 +260,15 @@ class Connector:
                 f"Cannot listen on {address}: {error.strerror or error}. Choose another address, or port 0 for a "
                 "free one."
             ) from error
+        self._accept_from(listener)
+        beside = self.shortcut.listen(listener.address)
+        if beside is not None:
+            self._accept_from(beside)
+        return listener.address
+
+    def _accept_from(self, listener: Listener) -> None:
         self._listeners.append(listener)
         self.hub.engine.watch(listener.fileno(), _IN, lambda mask: self._accept(listener))
-        return listener.address
 
     def _accept(self, listener: Listener) -> None:
         for _ in range(ACCEPTS_PER_TURN):
@@ -300,11 +344,16 @@ class Connector:
             link,
             initiator=dial is not None,
             token=self.hub.config.token,
-            identity=self._identity(),
+            identity=self._identity_for(dial),
+            shortcut=self.shortcut.name if dial is None and link.remote.startswith(_NETWORKED) else b"",
             timeout=timeout,
             progressed=self._progressed if dial is None else self._dial_progressed,
             failed=self._refused if dial is None else self._dial_refused,
         )
+
+    def _identity_for(self, dial: Dial | None) -> Identity:
+        identity = self._identity()
+        return identity if dial is None or not dial.no_shm else replace(identity, no_shm=plain(dial.no_shm))
 
     def _progressed(self, admission: Admission) -> None:
         """An accepted connection went a step further."""
@@ -344,11 +393,17 @@ class Connector:
             del self._dialing[admission]
             self._dials.pop(dial.router.index, None)
             self._admitted(admission, dial)
-        elif dial.remote_uid is None and handshake.remote_uid is not None:
+            return
+        if dial.remote_uid is None and handshake.remote_uid is not None:
             dial.remote_uid = handshake.remote_uid
             router = self._known(dial.remote_uid)
             if router is not None and _is_connected(router):
                 self._settle(router)
+                return
+        if handshake.shortcut and not dial.no_shm:
+            del self._dialing[admission]
+            admission.drop(abort=False)
+            dial.take_shortcut(handshake.shortcut)
 
     def _admitted(self, admission: Admission, dial: Dial | None = None) -> None:
         remote = admission.handshake.remote
@@ -366,6 +421,7 @@ class Connector:
             return
         router = self._bind(remote, dial.router if dial is not None else None)
         if router.link is None:
+            router.carrier = carrier(link, admission.handshake.identity, remote)
             router.attach(link, remote, monotonic())
         else:
             link.close()  # connect() to a peer that was connected already
@@ -393,7 +449,9 @@ class Connector:
         uid = admission.handshake.remote_uid
         # Where both sides connect at once, one connection is refused or dropped: nobody needs to know.
         duplicate = isinstance(error, Refused) and error.code == Refusal.DUPLICATE
-        dropped = isinstance(error, Closed | ConnectionError) and uid is not None
+        # No stranger comes over shared memory: who hangs up there has changed its mind, or ended.
+        known = uid is not None or admission.link.remote.startswith("shm://")
+        dropped = isinstance(error, Closed | ConnectionError) and known
         level = logging.DEBUG if duplicate or dropped else logging.WARNING
         logger.log(level, "Refused the connection from %s: %s.", admission.link.remote, text)
 

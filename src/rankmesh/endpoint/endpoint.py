@@ -173,6 +173,8 @@ class Endpoint:
             max_message=config.max_message_bytes,
             max_rpc=config.max_rpc_bytes,
             allow_pickle=config.allow_pickle,
+            place=self._connector.place,
+            no_shm=self._connector.no_shm,
         )
 
     def add_member(self, identity: Identity, *, oneself: bool) -> Peer:

@@ -119,7 +119,7 @@ class Hub:
             inbound = router.inbound
             if inbound.backlogged and inbound.serve(receive):
                 return
-            receive.hint = inbound
+            receive.hint = inbound.direct
         elif not self._may_come(receive):
             return
         if again:

@@ -12,22 +12,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.buffers import BufferPool, fresh
+from rankmesh.endpoint.direct import Direct, RingPath, SocketPath
 from rankmesh.endpoint.outbound import MAX_ANNOUNCED, RPC, TURN_BYTES
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError, TransferAborted
 from rankmesh.wire.credit import OVERHEAD, CreditIn
-from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Flag, Kind, Limits
+from rankmesh.wire.header import Flag, Kind, Limits
 from rankmesh.wire.messages import decode_control
 from rankmesh.wire.parser import Parser
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.router import PeerRouter
-    from rankmesh.transport.base import Link
+    from rankmesh.transport.base import Link, PolledLink
 
 Header = tuple[int, ...]
-
-_unpack_from = HEADER.unpack_from
-_EAGER: Final = int(Kind.EAGER)
 
 #: What a frame counts for in a turn, in bytes: handling a small one takes far longer than reading it.
 FRAME_COST: Final = 4096
@@ -37,7 +35,7 @@ class Inbound:
     """What comes from one peer."""
 
     def __init__(self, router: PeerRouter) -> None:
-        self._router = router
+        self.router = router
         self._index = router.index
         self._hub = router.hub
         self._config = router.hub.config
@@ -47,8 +45,10 @@ class Inbound:
         self._link: Link | None = None
         #: Frames were read and not yet looked at; the router is in the engine's backlog.
         self.backlogged = False
-        #: The next bytes begin a frame, at the start of the staging buffer: `read_one()` may read them.
+        #: The next bytes begin a frame, at the start of the staging buffer: `direct` may read them.
         self.calm = False
+        #: The hot paths of the connection there is.
+        self.direct: Direct | None = None
         self._incoming: dict[int, Landing] = {}
         self._announced: dict[int, Message] = {}
         #: Messages that came over an earlier connection: their credit ended with it.
@@ -76,7 +76,7 @@ class Inbound:
             Kind.REPLY: self._on_reply,
         }
 
-    def attach(self, link: Link) -> None:
+    def attach(self, link: Link, polled: PolledLink | None) -> None:
         config = self._config
         limits = Limits(config.eager_bytes, config.max_message_bytes, config.max_rpc_bytes)
         self._link = link
@@ -84,15 +84,19 @@ class Inbound:
         self._recv = link.recv_into
         self._drained = link.drained_on_short_read
         self._parser = Parser(limits.payloads())
-        self._staging = self._parser.staging
-        self._eager_limit = config.eager_bytes
+        self._credit = credit = CreditIn(config.lane_credit_bytes, config.peer_credit_bytes)
+        if polled is not None and polled.reader is not None:
+            self.direct = RingPath(self, polled, polled.reader, credit, config.eager_bytes)
+        else:
+            self.direct = SocketPath(self, link, self._parser, credit, config.eager_bytes)
         self.calm = True
-        self._credit = CreditIn(config.lane_credit_bytes, config.peer_credit_bytes)
         self.heard = True
 
     def detach(self) -> list[Receive]:
         """Forget what was under way; the receives that waited for its bytes are returned."""
         self._link = None
+        self.direct = None
+        self.calm = False
         self._then = None
         landings = {
             id(landing): landing for landing in (self._landing, *self._incoming.values()) if landing is not None
@@ -102,7 +106,7 @@ class Inbound:
         for message in self._announced.values():
             self._matcher.discard(message)
         self._announced.clear()
-        self._unowed.update(message for message in self._matcher.unexpected() if message.router is self._router)
+        self._unowed.update(message for message in self._matcher.unexpected() if message.router is self.router)
         self._hub.rpc_withdrawn(self)
         for landing in landings.values():
             self._hub.rpc_landed(landing)
@@ -115,36 +119,6 @@ class Inbound:
         return not (self._incoming or self._announced or unreceived)
 
     # ------------------------------------------------------------------ reading
-
-    def read_one(self) -> None:
-        """The hot path: exactly one small message, for a receive that waits for just that. Everything else goes the
-        general way, with what was read. Called only while `calm`; deals with errors itself."""
-        staging = self._staging
-        try:
-            got = self._recv(staging)
-            if got > HEADER_BYTES:
-                version, kind, flags, group, tag, _, nbytes, _ = _unpack_from(staging)
-                if got == HEADER_BYTES + nbytes and kind == _EAGER and not flags and version == VERSION:
-                    receive = self._matcher.take_lone(group, self._index, tag)
-                    if receive is not None:
-                        view = receive.view
-                        if view is not None and len(view) == nbytes <= self._eager_limit and not receive.wants_object:
-                            view[:] = staging[HEADER_BYTES:got]
-                            self.heard = True
-                            self.frames += 1
-                            self.bytes += nbytes
-                            if self._credit.passed((group, tag), nbytes + OVERHEAD):
-                                self._pay()
-                            receive.arrived(self._index, tag, nbytes)
-                            return
-                        self._matcher.repost(receive)
-            self.read(got)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._router.broken(error)
-        except Exception as error:  # noqa: BLE001  # see PeerRouter.failed
-            self._router.failed(error)
 
     def read(self, got: int | None = None) -> None:
         """Read what is there, up to a turn; `got` bytes are in the staging buffer already. Raises ProtocolError."""
@@ -165,10 +139,10 @@ class Inbound:
                 except BlockingIOError:
                     return
                 except OSError as error:
-                    self._router.broken(error)
+                    self.router.broken(error)
                     return
             if not got:
-                self._router.ended(parser.at_boundary())
+                self.router.ended(parser.at_boundary())
                 return
             self.heard = True
             frames = self.frames
@@ -184,7 +158,7 @@ class Inbound:
             got = None
             if budget <= 0:
                 if not self._drained:
-                    self._engine.backlog.append(self._router)  # nothing may show that there is more to read
+                    self._engine.backlog.append(self.router)  # nothing may show that there is more to read
                 return
 
     def serve(self, receive: Receive) -> bool:
@@ -198,7 +172,7 @@ class Inbound:
         self.frames += 1
         self.bytes += len(view)
         if self._credit.passed((group, tag), len(view) + OVERHEAD):
-            self._pay()
+            self.pay()
         receive.arrived(self._index, tag, len(view))
         if not self._parser.buffered:
             self.backlogged = False
@@ -227,7 +201,7 @@ class Inbound:
             if leader is not None and leader.finished:
                 if parser.buffered:  # the rest can wait: the next waiter, or the background thread, goes on with it
                     self.backlogged = True
-                    engine.backlog.append(self._router)
+                    engine.backlog.append(self.router)
                 return
             header = parser.next_header()
 
@@ -249,19 +223,19 @@ class Inbound:
 
     def _on_credit(self, header: Header) -> None:
         self.frames -= 1
-        self._with_payload(header, lambda _, payload: self._router.outbound.on_credit(payload))
+        self._with_payload(header, lambda _, payload: self.router.outbound.on_credit(payload))
 
     def _on_control(self, header: Header) -> None:
-        self._with_payload(header, lambda _, payload: self._router.on_control(decode_control(payload)))
+        self._with_payload(header, lambda _, payload: self.router.on_control(decode_control(payload)))
 
     def _on_goodbye(self, header: Header) -> None:
-        self._with_payload(header, lambda _, payload: self._router.on_control(decode_control(payload)))
+        self._with_payload(header, lambda _, payload: self.router.on_control(decode_control(payload)))
 
     def _on_grant(self, header: Header) -> None:
-        self._router.outbound.on_grant(header[5])
+        self.router.outbound.on_grant(header[5])
 
     def _on_refuse(self, header: Header) -> None:
-        self._router.outbound.on_refuse(header[5])
+        self.router.outbound.on_refuse(header[5])
 
     # ------------------------------------------------------------------ eager messages
 
@@ -277,7 +251,7 @@ class Inbound:
             if view is not None and view.nbytes == nbytes and not flags and not receive.wants_object:
                 if self._parser.into(view):  # the common case, with as few steps as possible
                     if self._credit.passed((group, tag), nbytes + OVERHEAD):
-                        self._pay()
+                        self.pay()
                     receive.arrived(index, tag, nbytes)
                     return
                 self._credit.arrived(nbytes + OVERHEAD)
@@ -288,7 +262,7 @@ class Inbound:
         if receive is None:
             view = self._room(nbytes, flags)
             if self._parser.into(view):
-                self._hub.keep(Message(self._router, group, tag, flags, nbytes, view))
+                self._hub.keep(Message(self.router, group, tag, flags, nbytes, view))
             else:
                 self._then = functools.partial(self._late_eager, group, tag, flags, view)
         elif receive.truncates(nbytes):
@@ -296,7 +270,7 @@ class Inbound:
             self._parser.drop()
         elif self._parser.into(receive.place(nbytes)):
             self._consumed(group, tag, nbytes)
-            receive.arrived(self._router.index, tag, nbytes)
+            receive.arrived(self.router.index, tag, nbytes)
         else:
             self._land(receive, group, tag, nbytes)
 
@@ -318,12 +292,12 @@ class Inbound:
     def _eager_landed(self, landing: Landing) -> None:
         self._consumed(landing.group, landing.tag, landing.nbytes)
         if landing.receive is not None:
-            landing.receive.arrived(self._router.index, landing.tag, landing.nbytes)
+            landing.receive.arrived(self.router.index, landing.tag, landing.nbytes)
 
     def _late_eager(self, group: int, tag: int, flags: int, view: memoryview) -> None:
         """A message that came piece by piece without a receive: one may have been posted meanwhile."""
-        message = Message(self._router, group, tag, flags, view.nbytes, view)
-        receive = self._hub.take_receive(self._router.index, group, tag, flags)
+        message = Message(self.router, group, tag, flags, view.nbytes, view)
+        receive = self._hub.take_receive(self.router.index, group, tag, flags)
         if receive is None:
             self._hub.keep(message)
         else:
@@ -332,11 +306,11 @@ class Inbound:
     def _consumed(self, group: int, tag: int, nbytes: int) -> None:
         """An eager message is where it belongs: its credit goes back, in batches."""
         if self._link is not None and self._credit.consumed((group, tag), nbytes + OVERHEAD):
-            self._pay()
+            self.pay()
 
-    def _pay(self) -> None:
+    def pay(self) -> None:
         for payload in self._credit.pay():
-            self._router.outbound.payload(Kind.CREDIT, payload)
+            self.router.outbound.payload(Kind.CREDIT, payload)
 
     # ------------------------------------------------------------------ messages that waited
 
@@ -354,7 +328,7 @@ class Inbound:
                 receive.view[:nbytes] = message.payload
                 if isinstance(message.payload.obj, bytearray):
                     self._hub.pool.give(message.payload.obj)
-            receive.arrived(self._router.index, message.match_tag, nbytes)
+            receive.arrived(self.router.index, message.match_tag, nbytes)
         if message in self._unowed:
             self._unowed.remove(message)
         else:
@@ -380,22 +354,22 @@ class Inbound:
             return
         if group in self._members and self._index not in self._members[group]:
             raise self._intruder(group)
-        receive = self._hub.take_receive(self._router.index, group, tag, flags)
+        receive = self._hub.take_receive(self.router.index, group, tag, flags)
         if receive is not None:
             self._grant(receive, group, tag, nbytes, ident)
             return
-        message = Message(self._router, group, tag, flags, nbytes, None, ident)
+        message = Message(self.router, group, tag, flags, nbytes, None, ident)
         self._announced[ident] = message
         self._hub.keep(message)
 
     def _grant(self, receive: Receive, group: int, tag: int, nbytes: int, ident: int) -> None:
         if receive.truncates(nbytes):
-            self._router.outbound.control(Kind.REFUSE, ident)
+            self.router.outbound.control(Kind.REFUSE, ident)
             return
         receive.place(nbytes)
         landing = Landing(self, receive, nbytes, group, tag, ident)
         receive.matched(landing)
-        self._router.outbound.control(Kind.GRANT, ident)
+        self.router.outbound.control(Kind.GRANT, ident)
         if nbytes:
             self._incoming[ident] = landing
         else:
@@ -407,7 +381,7 @@ class Inbound:
         if self._link is None:
             return False
         self._incoming[ident] = Landing(self, None, nbytes, group, tag, ident, flags, fresh(nbytes))
-        self._router.outbound.control(Kind.GRANT, ident)
+        self.router.outbound.control(Kind.GRANT, ident)
         return True
 
     def _on_data(self, header: Header) -> None:
@@ -439,16 +413,16 @@ class Inbound:
         if landing.flags & RPC:
             self._hub.rpc_landed(landing)
             if landing.view is not None:
-                self._router.on_rpc(landing.flags, landing.group, landing.tag, landing.view)
+                self.router.on_rpc(landing.flags, landing.group, landing.tag, landing.view)
         elif landing.receive is not None:
-            landing.receive.arrived(self._router.index, landing.tag, landing.nbytes)
+            landing.receive.arrived(self.router.index, landing.tag, landing.nbytes)
 
     def detach_landing(self, landing: Landing) -> None:
         """A receive under way was given up: its bytes go nowhere, and the sender may stop."""
         if self._landing is landing:
             self._parser.divert()
         if landing.ident in self._incoming:
-            self._router.outbound.control(Kind.REFUSE, landing.ident)
+            self.router.outbound.control(Kind.REFUSE, landing.ident)
 
     def _on_withdraw(self, header: Header) -> None:
         """The sender takes its announcement back. One that was granted meanwhile leaves its receive as if it had
@@ -458,7 +432,7 @@ class Inbound:
         if message is not None:
             self._matcher.discard(message)
         if message is not None or self._hub.rpc_withdrawn(self, ident):
-            self._router.outbound.control(Kind.REFUSE, ident)
+            self.router.outbound.control(Kind.REFUSE, ident)
             return
         landing = self._incoming.pop(ident, None)
         if landing is not None:
@@ -473,7 +447,7 @@ class Inbound:
             return  # refused here while its last byte was on its way
         self._hub.rpc_landed(landing)
         if landing.receive is not None:
-            peer = self._router.peer
+            peer = self.router.peer
             landing.receive.fail(
                 TransferAborted(
                     f"{peer} gave up in the middle of the message for {landing.receive.describe()}, after "
@@ -496,4 +470,4 @@ class Inbound:
     def _rpc_here(self, header: Header, payload: memoryview) -> None:
         flags = header[2] & ~RPC | (Flag.REQUEST if header[1] == Kind.REQUEST else Flag.REPLY)
         self.bytes += payload.nbytes
-        self._router.on_rpc(flags, header[3], header[4], payload)
+        self.router.on_rpc(flags, header[3], header[4], payload)

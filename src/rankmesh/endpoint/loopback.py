@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rankmesh.buffers import readable
+from rankmesh.endpoint.shortcut import Carrier
 from rankmesh.endpoint.transfers import Message, Receive, Send, SendState
 from rankmesh.errors import PeerLost
 from rankmesh.wire.credit import OVERHEAD
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 class Loopback:
     """The router of this endpoint's messages to itself; it is both its own outbound and inbound half."""
+
+    #: There is no connection to look at.
+    direct = None
+    carrier = Carrier("self", "this process")
 
     def __init__(self, hub: Hub, peer: Peer, index: int) -> None:
         self.hub = hub

@@ -103,6 +103,13 @@ class Matcher(Generic[R, M]):
             return None
         return entry  # type: ignore[return-value]  # None, or the receive
 
+    def untouched(self, group: int, source: int, tag: int) -> bool:
+        """Nothing waits under this key or a wildcard: neither a receive nor a message."""
+        if not (self._posted or self._unexpected):
+            return True
+        key = (group, source, tag)
+        return not self._wildcards and key not in self._unexpected and key not in self._posted
+
     def free(self, group: int, source: int, tag: int) -> bool:
         """No receive waits that a message of this key could go to."""
         return not self._wildcards and (group, source, tag) not in self._posted

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: Users' tags are 0 … MAX_TAG; negative ones are rankmesh's own.
 MAX_TAG: Final = 2**62 - 1
 _OBJECT: Final = int(Flag.OBJECT)
+#: A Status without NamedTuple's Python-level constructor.
+_new_tuple = tuple.__new__
 
 
 class Messages:
@@ -64,6 +66,11 @@ class Messages:
         view = writable(out)
         if not ANY_TAG <= tag <= MAX_TAG:
             raise bad_tag(tag)
+        router = self._hub.routers.get(source)
+        if router is not None and tag >= 0:
+            direct = router.inbound.direct
+            if direct is not None and direct.receive(self.group, tag, view):
+                return _new_tuple(Status, (self._sources.get(source), tag, len(view)))
         return Receive(
             self._hub,
             "recv from",

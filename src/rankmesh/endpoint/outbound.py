@@ -18,6 +18,7 @@ from rankmesh.buffers import readable
 from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import BusyError, ProtocolError, UsageError
+from rankmesh.transport.ring import begin
 from rankmesh.wire.credit import OVERHEAD, CreditOut
 from rankmesh.wire.credit import Lane as CreditLane
 from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Flag, Kind, pack
@@ -25,7 +26,8 @@ from rankmesh.wire.messages import Control, Identity, encode
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.router import PeerRouter
-    from rankmesh.transport.base import Link
+    from rankmesh.transport.base import Link, PolledLink
+    from rankmesh.transport.ring import RingWriter
 
 _pack = HEADER.pack
 _EAGER: Final = int(Kind.EAGER)
@@ -55,6 +57,9 @@ class Outbound:
         self._stalled: dict[CreditLane, deque[Send]] = {}
         self._announced: dict[int, Send] = {}
         self._last_ident = 0
+        #: The link's ring, if it is one that may be written to directly.
+        self._ring: RingWriter | None = None
+        self._like(0, 0, 0)
         #: The link took no more; it is watched for writing.
         self.blocked = False
         self._engine = router.engine
@@ -67,13 +72,17 @@ class Outbound:
         #: Set by traffic, cleared by the heartbeat.
         self.spoke = False
 
-    def attach(self, link: Link, remote: Identity) -> None:
+    def attach(self, link: Link, remote: Identity, polled: PolledLink | None) -> None:
         self._link = link
         self._remote = remote
         self._link_send = link.send
         self._link_sendmsg = link.sendmsg
         self._eager_limit = min(self._config.eager_bytes, remote.eager_bytes)
         self._join_limit = min(self._eager_limit, JOIN_BYTES)
+        self._ring = None
+        if polled is not None and polled.writer is not None:
+            self._ring, self._after_write = polled.writer, polled.after_write
+            self._join_limit = self._eager_limit  # nothing is joined: it is written in place
         self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
         self.blocked = self.paused = False
         self.spoke = True
@@ -81,6 +90,7 @@ class Outbound:
 
     def detach(self) -> None:
         self._link = None
+        self._ring = None
         self._clear = False
         self._queue.clear()
 
@@ -113,9 +123,15 @@ class Outbound:
             engine.acquire()
         try:
             if self._clear and nbytes <= self._join_limit and self._credit.take((group, tag), nbytes + OVERHEAD):
-                header = _pack(VERSION, _EAGER, 0, group, tag, 0, nbytes, 0)
+                if nbytes != self._like_nbytes or tag != self._like_tag or group != self._like_group:
+                    self._like(group, tag, nbytes)
+                header = self._like_header
                 try:
-                    sent = self._link_send(b"".join((header, view)))
+                    if self._ring is not None and self._ring.put(self._like_prefix, view):
+                        self._after_write()
+                        sent = HEADER_BYTES + nbytes
+                    else:
+                        sent = self._link_send(b"".join((header, view)))
                 except OSError as error:
                     sent = self._not_sent(error, tag)
                 self.spoke = True
@@ -134,6 +150,12 @@ class Outbound:
             if engine.deferred or engine.contenders:
                 engine.after_release()
         send.result()
+
+    def _like(self, group: int, tag: int, nbytes: int) -> None:
+        """Make the header of a small message. The next is often of the same group, tag and size, and takes it too."""
+        self._like_group, self._like_tag, self._like_nbytes = group, tag, nbytes
+        self._like_header = _pack(VERSION, _EAGER, 0, group, tag, 0, nbytes, 0)
+        self._like_prefix = begin(self._like_header, nbytes)
 
     def send(self, group: int, tag: int, flags: int, parts: list[memoryview], nbytes: int, timeout: float) -> Send:
         """Begin to send a message of several parts. Takes the lock."""

@@ -9,6 +9,7 @@ from rankmesh.endpoint.loopback import Loopback
 from rankmesh.endpoint.matching import ANY_TAG
 from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag
 from rankmesh.endpoint.router import PeerRouter, Router
+from rankmesh.endpoint.shortcut import Carrier
 from rankmesh.endpoint.transfers import Status
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ConfigError
@@ -74,6 +75,18 @@ class Peer:
     @property
     def connected(self) -> bool:
         return not self.router.gone and getattr(self.router, "link", None) is not None
+
+    @property
+    def transport(self) -> Carrier | None:
+        """What carries the conversation, and why; None before the first connection."""
+        return self.router.carrier
+
+    def stats(self) -> dict[str, Any]:
+        """What carries the conversation and why, and counters since the beginning: frames (messages, requests,
+        replies) and their bytes. A process does not count what it sends to itself."""
+        carrier = self.router.carrier or Carrier("", "not connected yet")
+        known = {"peer": str(self), "transport": carrier.transport, "reason": carrier.reason}
+        return known | (self.router.counters() if isinstance(self.router, PeerRouter) else {})
 
     def identified(self, identity: Identity) -> None:
         """It has proved who it is."""

@@ -35,32 +35,32 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from rankmesh.endpoint.background import Background
 from rankmesh.endpoint.timers import Timer, Timers
-from rankmesh.endpoint.waiting import ForkedLock, Spin, Waited, Waker
+from rankmesh.endpoint.waiting import EVENTS, ForkedLock, Spin, Waited, Waker, poll_timeout
 
 logger = logging.getLogger("rankmesh")
 
-#: Seconds between the background thread's looks while others drive: how late progress may be after the last waiter
-#: left.
-NAP: Final = 0.001
-#: What a nap grows to while others are busy in the engine at every look.
-LONGEST_NAP: Final = 0.004
 #: Seconds a caller steps aside for when other threads wait for the lock.
 STEP_ASIDE: Final = 20e-6
-#: A poll that took this long was kept from the GIL by other threads: polling only disturbs them.
-SLOW_POLL: Final = 0.002
 #: Seconds between looks of a thread that waits for the same work as another.
 SHARED_LOOK: Final = 0.005
-#: A waiter that knows which connection its message comes over first looks there so many times: one system call instead
-#: of two for each message. Every SWEEP-th wait looks at all connections, so that none is left out.
-HINTED: Final = (None,) * 12
+#: A waiter that knows which connection its message comes over first looks there: one system call instead of two for
+#: each message, or none. Every SWEEP-th wait looks at all connections, so that none is left out.
 SWEEP: Final = 32
-#: Events taken from one poll; the rest is there at the next. (The default allocates room for 1,023.)
-EVENTS: Final = 64
 
 Handler = Callable[[int], None]
+
+
+class Look(NamedTuple):
+    """How to look at a connection without a system call: whether there is something to do, the same while asking to
+    be woken by its descriptor from now on, and doing it."""
+
+    ready: Callable[[], bool]
+    arm: Callable[[], bool]
+    serve: Callable[[], None]
 
 
 class Backlogged(Protocol):
@@ -78,33 +78,30 @@ class Engine:
     def __init__(self, name: str, spin: float) -> None:
         self.lock: threading.Lock | ForkedLock = threading.Lock()
         self.contenders: deque[None] = deque()
-        #: The Work whose waiter leads; None if nobody does; the engine's own marker if the background thread does.
+        #: The Work whose waiter leads; None if nobody does; `background` if that thread does.
         self.leader: object | None = None
         self.closed = False
         self.backlog: deque[Backlogged] = deque()
         self.name = name
         self._epoll = select.epoll()
-        self._poll = self._epoll.poll
+        self.poll = self._epoll.poll
         self._handlers: dict[int, Handler] = {}
-        self._timers = Timers()
+        #: By descriptor: what can be looked at without a system call.
+        self.looks: dict[int, Look] = {}
+        self.timers = Timers()
         #: Users' callbacks to be run without the lock.
         self.deferred: deque[Callable[[], None]] = deque()
         self._followers: dict[threading.Lock, Waited] = {}
-        self._spin = Spin(spin)
+        self.spin = Spin(spin)
         self._waker = Waker()
-        self._drives = 0
-        self._nap_lock = threading.Lock()
-        self._nap_lock.acquire()
-        self._parked = False
-        self._urgent = False
-        self._background_marker = _Background()
+        self.drives = 0
+        self.background = Background(self)
         self.watch(self._waker.fd, select.EPOLLIN, self._waker.clear)
-        self._thread = threading.Thread(target=self._background, name=f"rankmesh-{name}", daemon=True)
         _engines.add(self)
 
     def start(self) -> None:
         """Start the background thread. Without the lock."""
-        self._thread.start()
+        self.background.start()
 
     # ------------------------------------------------------------------ the lock
 
@@ -126,7 +123,7 @@ class Engine:
     def after_release(self) -> None:
         """What whoever gives the lock back owes the others. Without the lock."""
         if self.deferred:
-            self._run_deferred()
+            self.run_deferred()
         if self.contenders:
             sleep(STEP_ASIDE)
 
@@ -145,13 +142,18 @@ class Engine:
     def modify(self, fd: int, mask: int) -> None:
         self._epoll.modify(fd, mask)
 
+    def look_at(self, fd: int, look: Look) -> None:
+        """Poll also this, for which the descriptor that is watched only rings while it is armed."""
+        self.looks[fd] = look
+
     def unwatch(self, fd: int) -> None:
+        self.looks.pop(fd, None)
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        sooner = when < self._timers.next
-        timer = self._timers.add(when, callback)
+        sooner = when < self.timers.next
+        timer = self.timers.add(when, callback)
         if sooner:
             self._waker.release()  # whoever sleeps does so for too long now
         return timer
@@ -166,7 +168,7 @@ class Engine:
         with self:
             if not self.closed:
                 self.call_at(0.0, callback)
-                self.wake_background()
+                self.background.wake()
 
     # ------------------------------------------------------------------ waiting
 
@@ -174,37 +176,37 @@ class Engine:
         """Return when `work` is done or the deadline has passed."""
         while True:
             leader = self.leader
-            if leader is not None and leader is not self._background_marker:
+            if leader is not None and leader is not self.background:
                 self._follow(work, deadline)
             else:
                 self.leader = work
                 try:
                     if self.backlog:
-                        self._work_off_backlog()
+                        self.work_off_backlog()
                     if work.finished:
                         return
-                    spin = self._spin
+                    spin = self.spin
                     if spin.skip:
                         spin.skip -= 1
                     elif spin.seconds:  # poll until `work` is done, or for so long without an event
                         hint = work.hint
-                        if hint is not None and self._drives % SWEEP:
-                            for _ in HINTED:
+                        if hint is not None and self.drives % SWEEP:
+                            for _ in hint.looks:
                                 if not hint.calm:
                                     break
                                 hint.read_one()
                                 if work.finished:
                                     spin.misses = 0
                                     return
-                        poll, handlers, end = self._poll, self._handlers, 0.0
+                        poll, handlers, end = self.poll, self._handlers, 0.0
                         while True:
                             events = poll(0, EVENTS)
-                            if events:
+                            if events or (self.looks and self.look_around()):
                                 for fd, mask in events:
                                     if fd in handlers:
                                         handlers[fd](mask)
                                 if self.backlog and not work.finished:
-                                    self._work_off_backlog()
+                                    self.work_off_backlog()
                                 if work.finished:
                                     spin.misses = 0
                                     return
@@ -221,22 +223,22 @@ class Engine:
                 finally:
                     if self.leader is work:
                         self.leader = None
-                        self._drives += 1
-                        if self._followers or self._parked:
+                        self.drives += 1
+                        if self._followers or self.background.parked:
                             self._hand_over()
             if work.finished or monotonic() >= deadline:
                 return
             if self.deferred:  # users' callbacks run while nobody leads: one that waits itself must find the lead free
                 self.lock.release()
                 try:
-                    self._run_deferred()
+                    self.run_deferred()
                 finally:
                     self.acquire()
 
     def _hand_over(self) -> None:
         """The lead is free: a follower takes it, or the background thread looks for it again."""
         if not self._followers:
-            self.wake_background(urgent=False)
+            self.background.wake(urgent=False)
             return
         for parker, work in self._followers.items():
             if not work.finished:
@@ -247,25 +249,28 @@ class Engine:
     def _block(self, work: Waited, deadline: float) -> None:
         while not work.finished:
             if self.backlog:
-                self._work_off_backlog()
+                self.work_off_backlog()
                 continue
             now = monotonic()
-            if now >= self._timers.next:
-                self._timers.run(now)
+            if now >= self.timers.next:
+                self.timers.run(now)
                 continue
             if now >= deadline:
-                self._dispatch(self._poll(0, EVENTS))  # what came while this thread was kept from running counts
+                self.look_around()
+                self.dispatch(self.poll(0, EVENTS))  # what came while this thread was kept from running counts
                 return
             if self.deferred:
                 return
+            if self.looks and self.arm():
+                continue
             work.parker = self._waker
             self.lock.release()
             try:
-                events = self._poll(_poll_timeout(min(deadline, self._timers.next) - now), EVENTS)
+                events = self.poll(poll_timeout(min(deadline, self.timers.next) - now), EVENTS)
             finally:
                 self.acquire()
                 work.parker = None
-            self._dispatch(events)
+            self.dispatch(events)
 
     def _follow(self, work: Waited, deadline: float) -> None:
         """Sleep until `work` is done, the deadline has passed, the lead is free, or a callback is to be run."""
@@ -288,7 +293,7 @@ class Engine:
                     self.acquire()
                     if work.parker is parker:
                         work.parker = None
-                if self.leader is None or self.leader is self._background_marker:
+                if self.leader is None or self.leader is self.background:
                     return
         finally:
             del self._followers[parker]
@@ -297,23 +302,56 @@ class Engine:
 
     def turn(self) -> None:
         """Look once at what is there, without waiting."""
-        if self.leader is None or self.leader is self._background_marker:
+        if self.leader is None or self.leader is self.background:
             if self.backlog:
-                self._work_off_backlog()
-            self._dispatch(self._poll(0, EVENTS))
+                self.work_off_backlog()
+            self.look_around()
+            self.dispatch(self.poll(0, EVENTS))
 
-    def _dispatch(self, events: list[tuple[int, int]]) -> None:
+    def may_look(self) -> bool:
+        """Whether a caller that holds the lock may look at one connection itself instead of leading. The background
+        thread, if it leads, no longer does then."""
+        leader = self.leader
+        if leader is not None:
+            if leader is not self.background:
+                return False
+            self.leader = None
+        spin = self.spin
+        if spin.skip or self.backlog or not spin.seconds:
+            return False
+        self.drives += 1
+        return self.drives % SWEEP != 0
+
+    def look_around(self) -> bool:
+        """Serve what can be looked at without a system call. True: something happened."""
+        happened = False
+        for ready, _, serve in list(self.looks.values()):
+            if ready():
+                serve()
+                happened = True
+        return happened
+
+    def arm(self) -> bool:
+        """Before sleeping: have everything ring that only rings on demand. True: something is there, and was served."""
+        happened = False
+        for _, arm, serve in list(self.looks.values()):
+            if arm():
+                serve()
+                happened = True
+        return happened
+
+    def dispatch(self, events: list[tuple[int, int]]) -> None:
         handlers = self._handlers
         for fd, mask in events:
             handler = handlers.get(fd)
             if handler is not None:
                 handler(mask)
 
-    def _work_off_backlog(self) -> None:
+    def work_off_backlog(self) -> None:
         for _ in range(len(self.backlog)):
             self.backlog.popleft().work_off()
 
-    def _run_deferred(self) -> None:
+    def run_deferred(self) -> None:
         """Users' callbacks, without the lock. One that raises is logged and spoils nothing else."""
         while self.deferred:
             try:
@@ -325,106 +363,6 @@ class Engine:
             except Exception:  # a user's code: anything may come
                 logger.exception("A callback of a Work raised.")
 
-    # ------------------------------------------------------------------ the background thread
-
-    def _background(self) -> None:
-        seen_drives, seen_leader = -1, None
-        nap = NAP
-        while True:
-            if not self._look():
-                nap = min(2 * nap, LONGEST_NAP)
-                self._nap_lock.acquire(timeout=nap)
-                continue
-            nap = NAP
-            try:
-                if self.closed:
-                    return
-                if self.leader is None:
-                    if self._urgent or self._drives == seen_drives:
-                        self._urgent = False
-                        self._lead_in_background()
-                    seen_drives, seen_leader = self._drives, None
-                elif self.leader is seen_leader:
-                    self._parked = True  # a long wait: its leader wakes us when it leaves
-                else:
-                    seen_leader = self.leader
-                now = monotonic()
-                if now >= self._timers.next and self.leader is None:
-                    self._timers.run(now)
-                parked = self._parked
-                if self.closed:
-                    return
-            finally:
-                self.lock.release()
-            if self.deferred:
-                self._run_deferred()
-                continue
-            self._nap_lock.acquire(timeout=-1 if parked else nap)
-            self._parked = False
-
-    def _look(self) -> bool:
-        """Take the lock if it is free. If not, somebody drives, and waiting for it would only take the GIL from them:
-        the background thread does so only when it is needed."""
-        if self.lock.acquire(False):
-            return True
-        if monotonic() < self._timers.next and not self._urgent and not self.closed:
-            return False
-        self.acquire()
-        return True
-
-    def _lead_in_background(self) -> None:
-        marker = self._background_marker
-        self.leader = marker
-        try:
-            while self.leader is marker and not self.closed:
-                if self.backlog:
-                    self._work_off_backlog()
-                now = monotonic()
-                if now >= self._timers.next:
-                    self._timers.run(now)
-                    continue
-                if self.deferred:
-                    return  # users' callbacks run while nobody leads
-                if self._spin.worthwhile() and self._poll_in_background():
-                    continue
-                self.lock.release()
-                try:
-                    events = self._poll(_poll_timeout(self._timers.next - now), EVENTS)
-                finally:
-                    self.acquire()
-                if self.leader is marker:
-                    self._dispatch(events)
-        finally:
-            if self.leader is marker:
-                self.leader = None
-
-    def _poll_in_background(self) -> bool:
-        """Poll for the next event after one was served. The lock is free between polls: user threads come first."""
-        end = perf_counter() + self._spin.seconds
-        while True:
-            began = perf_counter()
-            self.lock.release()
-            try:
-                events = self._poll(0, EVENTS)
-            finally:
-                self.acquire()
-            if self.leader is not self._background_marker or self.closed:
-                return True
-            if events:
-                self._dispatch(events)
-                self._spin.hit()
-                return True
-            now = perf_counter()
-            if now >= end or now - began > SLOW_POLL:
-                self._spin.miss()
-                return False
-
-    def wake_background(self, urgent: bool = True) -> None:
-        """End the background thread's nap; `urgent`: it shall lead at once if nobody does."""
-        self._urgent = self._urgent or urgent
-        if self._nap_lock.locked():
-            self._nap_lock.release()
-
     # ------------------------------------------------------------------ the end
 
     def stop(self) -> None:
@@ -434,11 +372,11 @@ class Engine:
             if self.closed:
                 return
             self.closed = True
+            self.looks.clear()
             self._handlers.clear()  # the waker's too: it stays ready, and wakes all who sleep in epoll, leader or not
             self._waker.release()
-            self.wake_background()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self.background.wake()
+        self.background.join()
         while self._occupied():  # waiters whose operation has failed are on their way out, and need the lock for it
             sleep(STEP_ASIDE)
         with self:
@@ -448,7 +386,7 @@ class Engine:
 
     def _occupied(self) -> bool:
         with self:
-            leading = self.leader is not None and self.leader is not self._background_marker
+            leading = self.leader is not None and self.leader is not self.background
             return leading or bool(self._followers)
 
     def forked(self) -> None:
@@ -462,17 +400,6 @@ class Engine:
             os.dup2(null, fd, inheritable=False)
         os.close(null)
         self._handlers.clear()
-
-
-class _Background:
-    """The background thread's mark as the leader: a Work that is never finished."""
-
-    finished = False
-
-
-def _poll_timeout(seconds: float) -> float:
-    """epoll takes milliseconds in an int: an endless wait becomes a long one."""
-    return min(max(seconds, 0.0), 3600.0)
 
 
 def _after_fork() -> None:

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from rankmesh.endpoint.inbound import Inbound
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import Outbound
+from rankmesh.endpoint.progress import Look
 from rankmesh.endpoint.transfers import Send
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import BusyError, ConnectError, PeerError, PeerLost, ProtocolError, RankmeshError, UsageError
+from rankmesh.transport.base import PolledLink
 from rankmesh.wire.header import Flag, Kind
 from rankmesh.wire.messages import Control, Goodbye, Identity, IdleAnswer, IdleAsk, plain
 
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
     from rankmesh.endpoint.loopback import Loopback
     from rankmesh.endpoint.peer import Peer
+    from rankmesh.endpoint.shortcut import Carrier
     from rankmesh.transport.base import Link
 
 logger = logging.getLogger("rankmesh")
 
 _IN: Final = select.EPOLLIN
 _OUT: Final = select.EPOLLOUT
+_ANY: Final = _IN | _OUT
 
 
 class Reply:
@@ -68,6 +72,8 @@ class PeerRouter:
         #: The peer's number in this endpoint: the source of its messages.
         self.index = index
         self.link: Link | None = None
+        #: What carries the conversation, and why; of the last connection if there is none now.
+        self.carrier: Carrier | None = None
         #: Why the peer is gone for good, and since when; empty while it is not.
         self.gone = ""
         self.lost_at = 0.0
@@ -87,9 +93,15 @@ class PeerRouter:
         """A connection is there: what waited goes out."""
         self.link = link
         self.last_heard = self._last_spoke = self._last_traffic = now
-        self.inbound.attach(link)
-        self.engine.watch(link.fileno(), link.poll_mask(), self.ready)
-        self.outbound.attach(link, remote)
+        polled = link if isinstance(link, PolledLink) and link.start_polling() else None
+        self.inbound.attach(link, polled)
+        if polled is None:
+            self.engine.watch(link.fileno(), link.poll_mask(), self.ready)
+        else:
+            self._answer_bell = polled.answer_bell
+            self.engine.watch(link.fileno(), link.poll_mask(), self._rung)
+            self.engine.look_at(link.fileno(), Look(polled.ready, polled.arm, self._serve))
+        self.outbound.attach(link, remote, polled)
 
     def _release_link(self, abort: bool) -> None:
         link, self.link = self.link, None
@@ -106,8 +118,9 @@ class PeerRouter:
         if link is None:
             return
         if mask == _IN and not self.outbound.blocked:
-            if self.inbound.calm:
-                self.inbound.read_one()
+            direct = self.inbound.direct
+            if direct is not None and self.inbound.calm:
+                direct.read_one()
                 return
             try:
                 self.inbound.read()
@@ -121,6 +134,15 @@ class PeerRouter:
                 self.inbound.read()
             except Exception as error:  # noqa: BLE001  # see `failed`
                 self.failed(error)
+
+    def _rung(self, mask: int) -> None:
+        """The other side of a polled link rang, or is gone."""
+        self._answer_bell()
+        self.ready(_ANY)
+
+    def _serve(self) -> None:
+        """A polled link can do something."""
+        self.ready(_IN)
 
     def work_off(self) -> None:
         """Go on with frames that were read but not yet looked at."""
@@ -139,6 +161,14 @@ class PeerRouter:
         else:
             logger.error("A defect in rankmesh ends the conversation with %s.", self.peer, exc_info=error)
             self.lose(f"a defect in rankmesh ended the conversation ({error!r}); please report it")
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "frames_sent": self.outbound.frames,
+            "bytes_sent": self.outbound.bytes,
+            "frames_received": self.inbound.frames,
+            "bytes_received": self.inbound.bytes,
+        }
 
     # ------------------------------------------------------------------ liveness
 

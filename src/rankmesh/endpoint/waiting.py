@@ -8,6 +8,14 @@ from typing import Final, Protocol
 
 from rankmesh.errors import ClosedError
 
+#: Events taken from one poll; the rest is there at the next. (The default allocates room for 1,023.)
+EVENTS: Final = 64
+
+
+def poll_timeout(seconds: float) -> float:
+    """epoll takes milliseconds in an int: an endless wait becomes a long one."""
+    return min(max(seconds, 0.0), 3600.0)
+
 
 class Parker(Protocol):
     """What wakes a sleeping waiter."""
@@ -19,8 +27,11 @@ class Parker(Protocol):
 class Hint(Protocol):
     """A connection that can be looked at directly: while `calm`, `read_one()` takes what is there, or does nothing."""
 
-    calm: bool
+    #: As many items as looks are worthwhile before all connections are looked at.
+    looks: tuple[None, ...]
 
+    @property
+    def calm(self) -> bool: ...
     def read_one(self) -> None: ...
 
 

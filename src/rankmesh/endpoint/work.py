@@ -79,7 +79,7 @@ class Work(Generic[T]):
                 if self._callbacks is None:
                     self._callbacks = []
                 self._callbacks.append(callback)
-                self._engine.wake_background()
+                self._engine.background.wake()
                 return
         callback(self)
 

@@ -18,7 +18,7 @@ from rankmesh.errors import ConfigError
 Form = Literal["host:port", "name"]
 
 #: Known schemes. `register_transport` adds to it.
-FORMS: Final[dict[str, Form]] = {"inproc": "name", "tcp": "host:port", "tls": "host:port"}
+FORMS: Final[dict[str, Form]] = {"inproc": "name", "shm": "name", "tcp": "host:port", "tls": "host:port"}
 
 MAX_PORT: Final = 65535
 
@@ -49,7 +49,7 @@ class Address:
         return cls(scheme, *_PARSERS[form](text, rest))
 
     def __str__(self) -> str:
-        if FORMS.get(self.scheme) == "name":
+        if self.is_name:
             return f"{self.scheme}://{self.host}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
@@ -69,9 +69,14 @@ class Address:
         return self.ip is not None and self.ip.is_unspecified
 
     @property
+    def is_name(self) -> bool:
+        """Of no network: there is nothing to look up."""
+        return FORMS.get(self.scheme) == "name"
+
+    @property
     def is_loopback(self) -> bool:
         """Reachable from this host only."""
-        return FORMS.get(self.scheme) == "name" or (self.ip is not None and self.ip.is_loopback)
+        return self.is_name or (self.ip is not None and self.ip.is_loopback)
 
     def with_scheme(self, scheme: str) -> Self:
         return replace(self, scheme=scheme)

@@ -26,6 +26,7 @@ from typing import Protocol, runtime_checkable
 from rankmesh.buffers import Buffer
 from rankmesh.config import Config
 from rankmesh.transport.address import Address
+from rankmesh.transport.ring import RingReader, RingWriter
 
 
 @runtime_checkable
@@ -52,6 +53,29 @@ class Link(Protocol):
     def shutdown_write(self) -> None: ...
     def close(self) -> None: ...
     def abort(self) -> None: ...
+
+
+@runtime_checkable
+class PolledLink(Link, Protocol):
+    """A Link that can be looked at without a system call: rings in shared memory.
+
+    After `start_polling()` whoever drives looks at `ready()`; before it sleeps it calls `arm()` (True: do not sleep),
+    and when `fileno()` is ready `answer_bell()`. It may use the rings directly: `after_write()` and `after_read()`
+    ring where the other side sleeps, and raise OSError like `send`.
+    """
+
+    reader: RingReader | None
+    writer: RingWriter | None
+
+    def start_polling(self) -> bool:
+        """False: on this machine it must be used like any other Link."""
+        ...
+
+    def ready(self) -> bool: ...
+    def arm(self) -> bool: ...
+    def answer_bell(self) -> None: ...
+    def after_write(self) -> None: ...
+    def after_read(self) -> None: ...
 
 
 @runtime_checkable

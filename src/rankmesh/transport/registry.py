@@ -25,7 +25,7 @@ def _from_module(name: str) -> Factory:
 
 
 # Lazily, so that `ssl` (10 ms and 5 MB) is only loaded by programs that use tls://.
-_factories: Final[dict[str, Factory]] = {name: _from_module(name) for name in ("inproc", "tcp", "tls")}
+_factories: Final[dict[str, Factory]] = {name: _from_module(name) for name in ("inproc", "shm", "tcp", "tls")}
 _transports: Final[dict[str, Transport]] = {}
 _lock: Final = threading.Lock()
 

@@ -2,7 +2,7 @@
 
     initiator                                   acceptor
     HELLO      versions, uid, nonce      →
-                                         ←      CHALLENGE   version, uid, nonce
+                                         ←      CHALLENGE   version, uid, nonce  (and perhaps a shortcut)
     AUTH       HMAC, identity            →
                                          ←      WELCOME     HMAC, identity     (or REFUSE: code, reason)
 
@@ -14,6 +14,9 @@ Rules:
   the identity. Role and nonces keep a proof from being replayed or reflected, the versions keep one in between from
   narrowing the choice. An identity is decoded only after its HMAC was found right, in constant time.
 - The initiator proves itself first: the acceptor shows nothing to strangers but its uid and a nonce.
+- A shortcut is the name of a better way to the acceptor, for those in the same place (host, name space, user). It comes
+  with an HMAC of the place, so that only who is there and knows the token understands it. The initiator may leave this
+  handshake for one over there; the proofs of whoever stays cover the offer.
 - `wanted` says how many bytes to read next; reading no more leaves the first frame for the frame parser.
 - After AUTH the acceptor's owner decides: `accept()` or `refuse()` (a second connection to the same peer, a wrong
   world).
@@ -42,6 +45,9 @@ _MAC_BYTES: Final = 32
 _PREFIX = struct.Struct("<4sBBH")
 _HELLO = struct.Struct(f"<BB{UID_BYTES}s{NONCE_BYTES}s")
 _CHALLENGE = struct.Struct(f"<{UID_BYTES}s{NONCE_BYTES}s")
+SHORTCUT_BYTES: Final = 16
+#: HMAC of the place, and the shortcut's name.
+_OFFER_BYTES: Final = _MAC_BYTES + SHORTCUT_BYTES
 _IDENTITY_LIMIT: Final = 4096
 _REASON_LIMIT: Final = 512
 
@@ -67,7 +73,7 @@ class Refusal(IntEnum):
 
 _BODY_LIMIT: Final = {
     Type.HELLO: (_HELLO.size, _HELLO.size),
-    Type.CHALLENGE: (_CHALLENGE.size, _CHALLENGE.size),
+    Type.CHALLENGE: (_CHALLENGE.size, _CHALLENGE.size + _OFFER_BYTES),
     Type.AUTH: (_MAC_BYTES, _MAC_BYTES + _IDENTITY_LIMIT),
     Type.WELCOME: (_MAC_BYTES, _MAC_BYTES + _IDENTITY_LIMIT),
     Type.REFUSE: (0, _REASON_LIMIT),
@@ -84,9 +90,12 @@ class Refused(ConnectError):
 class Handshake:
     """One side of one handshake. Feed it exactly `wanted` bytes at a time; send what it answers."""
 
-    def __init__(self, *, initiator: bool, token: str, identity: Identity, nonce: bytes) -> None:
+    def __init__(self, *, initiator: bool, token: str, identity: Identity, nonce: bytes, shortcut: bytes = b"") -> None:
+        """`shortcut`: what the acceptor offers to those in the same place as its identity says."""
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"a nonce has {NONCE_BYTES} bytes")
+        if len(shortcut) not in (0, SHORTCUT_BYTES):
+            raise ValueError(f"a shortcut has {SHORTCUT_BYTES} bytes")
         self.initiator = initiator
         self.identity = identity
         #: Who claims to be there (from the first message), and who it proved to be.
@@ -102,6 +111,9 @@ class Handshake:
         self._prefix: tuple[Type, int, int] | None = None
         #: The versions that the initiator offered; the proof covers them: nobody in between can narrow the choice.
         self._offered = (VERSION, VERSION)
+        #: To the initiator: the shortcut it was offered, if it is in the same place as the acceptor.
+        self.shortcut = shortcut
+        self._offer = b""
         self.wanted = _PREFIX.size
 
     def start(self) -> bytes:
@@ -180,21 +192,37 @@ class Handshake:
                 reason="protocol version",
             )
         self._expected = (Type.AUTH,)
-        return _message(Type.CHALLENGE, _CHALLENGE.pack(self.identity.uid, self._nonce), VERSION)
+        if self.shortcut:
+            self._offer = self._place_mac(self._remote_nonce) + self.shortcut
+        return _message(Type.CHALLENGE, _CHALLENGE.pack(self.identity.uid, self._nonce) + self._offer, VERSION)
 
     def _on_challenge(self, version: int, data: bytes) -> bytes:
         if version != VERSION:
             raise ProtocolError(
                 f"the acceptor chose version {version}, which was not offered", reason="protocol version"
             )
-        self.remote_uid, self._remote_nonce = _CHALLENGE.unpack(data)
+        self._offer = data[_CHALLENGE.size :]
+        if len(self._offer) not in (0, _OFFER_BYTES):
+            raise ProtocolError(
+                f"a CHALLENGE message of {len(data)} bytes", reason="handshake message of a wrong length"
+            )
+        self.remote_uid, self._remote_nonce = _CHALLENGE.unpack_from(data)
+        if (
+            self._offer
+            and self.identity.place
+            and hmac.compare_digest(self._offer[:_MAC_BYTES], self._place_mac(self._nonce))
+        ):
+            self.shortcut = self._offer[_MAC_BYTES:]
         self._expected = (Type.WELCOME, Type.REFUSE)
         return self._proof(Type.AUTH, b"initiator")
+
+    def _place_mac(self, nonce: bytes) -> bytes:
+        return hmac.new(self._key, b"rankmesh place" + nonce + self.identity.place.encode(), hashlib.sha256).digest()
 
     def _mac(self, role: bytes, identity: bytes) -> bytes:
         mine, theirs = (self.identity.uid, self._nonce), (self.remote_uid or b"", self._remote_nonce)
         first, second = (mine, theirs) if self.initiator else (theirs, mine)
-        text = b"".join((b"rankmesh ", role, bytes([*self._offered, VERSION]), *first, *second, identity))
+        text = b"".join((b"rankmesh ", role, bytes([*self._offered, VERSION]), self._offer, *first, *second, identity))
         return hmac.new(self._key, text, hashlib.sha256).digest()
 
     def _proof(self, kind: Type, role: bytes) -> bytes:

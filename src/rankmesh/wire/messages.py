@@ -41,9 +41,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_message: int
     max_rpc: int
     allow_pickle: bool = False
+    #: Where it is, for sharing memory: see transport/place.py. Empty, with a reason, where it does not.
+    place: str = ""
+    no_shm: str = ""
 
     def __post_init__(self) -> None:
-        if not all(map(_plain, (self.name, self.host, self.run, *self.addresses))):
+        texts = (self.name, self.host, self.run, self.place, self.no_shm, *self.addresses)
+        if not all(map(_plain, texts)):
             raise ValueError(f"an identity's texts are printable and have at most {TEXT_LIMIT} characters")
         if self.eager_bytes and 2 * (self.eager_bytes + OVERHEAD) > min(self.lane_credit, self.peer_credit):
             raise ValueError("an identity's credit holds two eager messages, or its small messages would never leave")

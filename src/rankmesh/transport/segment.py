@@ -1,0 +1,83 @@
+"""The memory two processes share: anonymous, passed by descriptor, so that nothing is left behind however they end.
+
+    page 0       MAGIC, then the proofs: a random value written by each side and read by the other
+    page 1 …     the direction from the connecting side to the accepting one (see ring.py)
+    then         the direction back
+
+It has no name in any file system: there is nothing to unlink, no other user can open it, and a small /dev/shm does not
+matter. It is sealed before it is passed on: neither side can shrink it, which would kill the other by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from typing import Final
+
+from rankmesh.transport.ring import DIRECTION_BYTES
+
+#: Names the layout, ring.py's included: both sides must mean the same.
+MAGIC: Final = b"rmshm\x00\x00\x01"
+PROOF_BYTES: Final = 16
+_PAGE: Final = 4096
+_PROOFS: Final = (64, 128)
+SEGMENT_BYTES: Final = _PAGE + 2 * DIRECTION_BYTES
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Segment:
+    """One side's mapping. `side` 0 has made it, 1 was given it."""
+
+    def __init__(self, fd: int, side: int) -> None:
+        self._side = side
+        self._map = mmap.mmap(fd, SEGMENT_BYTES)
+        self._view = memoryview(self._map)
+        first = self._view[_PAGE : _PAGE + DIRECTION_BYTES]
+        second = self._view[_PAGE + DIRECTION_BYTES :]
+        self.outgoing, self.incoming = (first, second) if side == 0 else (second, first)
+
+    def prove(self) -> bytes:
+        """Write a random value, which the other side is to read."""
+        value = os.urandom(PROOF_BYTES)
+        at = _PROOFS[self._side]
+        self._view[at : at + PROOF_BYTES] = value
+        return value
+
+    def proof(self) -> bytes:
+        """What the other side wrote."""
+        at = _PROOFS[1 - self._side]
+        return bytes(self._view[at : at + PROOF_BYTES])
+
+    def close(self) -> None:
+        """Unmap it. The rings on it were released before."""
+        for view in (self.outgoing, self.incoming, self._view):
+            view.release()
+        self._map.close()
+
+
+def create() -> tuple[Segment, int]:
+    """A new segment and its descriptor, which is the caller's to pass on and close."""
+    fd = os.memfd_create("rankmesh", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, SEGMENT_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        segment = Segment(fd, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    segment._view[: len(MAGIC)] = MAGIC
+    return segment, fd
+
+
+def attach(fd: int) -> Segment:
+    """The segment behind a descriptor that was passed. Raises OSError for what is none."""
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for what is no such memory
+    if seals & _SEALS != _SEALS or os.fstat(fd).st_size != SEGMENT_BYTES:
+        raise OSError(errno.EBADMSG, "the memory offered can be resized, or has another size")
+    segment = Segment(fd, 1)
+    if bytes(segment._view[: len(MAGIC)]) != MAGIC:
+        segment.close()
+        raise OSError(errno.EBADMSG, "the memory offered has another layout; install the same version on both sides")
+    return segment

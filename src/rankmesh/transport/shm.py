@@ -1,0 +1,384 @@
+"""Links over shared memory, and how they come about.
+
+A connection is a pair of rings (ring.py) in one segment (segment.py), and a Unix socket. The socket brings the two
+together, carries the bells, and ends when its process does, however that ends.
+
+    connecting side                              accepting side
+    memory, OPENING (proof) by socket     →      the caller is of the same user; maps it, reads the proof there
+    reads the other proof in the memory   ←      ANSWER: the proof it read, and its own
+
+Bells are bytes on the socket: one for "there is something to read" and for "there is room", whichever the other side
+sleeps for. Two ways to use a link:
+
+- as it is: it arms its bell whenever it would block, and `fileno()` polls ready as base.py says;
+- polled (after `start_polling()`): whoever drives looks at `ready()`, which costs no system call, calls `arm()` before
+  it sleeps on `fileno()`, and `answer_bell()` when that is ready. While it is awake nobody rings.
+
+x86 only: elsewhere (ORDERED is False) every write rings and nothing is polled, because the system calls order memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from rankmesh.buffers import Buffer, readable
+from rankmesh.config import Config
+from rankmesh.transport import segment
+from rankmesh.transport.address import Address
+from rankmesh.transport.base import Link
+from rankmesh.transport.ring import BELL, ENDED, OPEN, RESET, ROOM, STATE, RingReader, RingWriter
+from rankmesh.transport.segment import PROOF_BYTES, Segment
+
+#: Stores are seen in the order in which they were made: rings may be polled, and bells left unrung.
+ORDERED: Final = platform.machine() in ("x86_64", "AMD64", "i686", "i386")
+BACKLOG: Final = 128
+_OPENING = struct.Struct(f"<8s{PROOF_BYTES}s")
+_ANSWER = struct.Struct(f"<{PROOF_BYTES}s{PROOF_BYTES}s")
+_CREDENTIALS = struct.Struct("3i")
+_BELLS: Final = 4096
+
+
+class ShmLink:
+    """One end of a connection."""
+
+    channels = 1
+    drained_on_short_read = False
+    loopback = True
+
+    def __init__(self, sock: socket.socket, local: str, remote: str, *, connecting: bool) -> None:
+        self.local = local
+        self.remote = remote
+        self.reader: RingReader | None = None
+        self.writer: RingWriter | None = None
+        self._pid = os.getpid()
+        self._sock = sock
+        self._connecting = connecting
+        self._segment: Segment | None = None
+        self._proof = b""
+        self._opening: tuple[bytes, int] | None = None
+        self._wants_write = False
+        #: Whoever drives looks at `ready()` and calls `arm()`; see the module's text.
+        self._polled = False
+        #: The other side's process has closed its end, or is gone.
+        self._hung_up = False
+        self._fence_lock = threading.Lock()
+        self._epoll = select.epoll()
+        self._watched = select.EPOLLIN
+        self._epoll.register(sock.fileno(), self._watched)
+
+    def __repr__(self) -> str:
+        return f"<ShmLink {self.local} → {self.remote}{' closed' if self.fileno() < 0 else ''}>"
+
+    # ------------------------------------------------------------------ set-up
+
+    def offer(self) -> None:
+        """The connecting side makes the memory; `establish()` passes it on."""
+        self._segment, fd = segment.create()
+        self._proof = self._segment.prove()
+        self._opening = (_OPENING.pack(segment.MAGIC, self._proof), fd)
+
+    def establish(self) -> None:
+        if self.reader is not None:
+            return
+        self._check_open()
+        if self._connecting:
+            self._open()
+        else:
+            self._answer_opening()
+
+    def _open(self) -> None:
+        if self._opening is not None:
+            text, fd = self._opening
+            socket.send_fds(self._sock, [text], [fd])
+            os.close(fd)
+            self._opening = None
+        answer = self._sock.recv(_ANSWER.size)
+        if len(answer) != _ANSWER.size:
+            raise ConnectionResetError(errno.ECONNRESET, f"{self.remote} refused to share memory")
+        read, written = _ANSWER.unpack(answer)
+        assert self._segment is not None
+        if read != self._proof or written != self._segment.proof():
+            raise OSError(errno.EBADMSG, "the memory is not shared: what one side wrote the other did not read")
+        self._share(self._segment)
+
+    def _answer_opening(self) -> None:
+        text, fds, _, _ = socket.recv_fds(self._sock, _OPENING.size, 1)
+        try:
+            if len(text) != _OPENING.size or len(fds) != 1:
+                raise ConnectionResetError(errno.ECONNRESET, f"{self.remote} offered no memory")
+            magic, written = _OPENING.unpack(text)
+            if magic != segment.MAGIC:
+                raise OSError(errno.EBADMSG, "the other side's memory has another layout")
+            self._segment = shared = segment.attach(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        read = shared.proof()
+        if read != written:
+            raise OSError(errno.EBADMSG, "the memory is not shared: what one side wrote the other did not read")
+        self._sock.send(_ANSWER.pack(read, shared.prove()))
+        self._share(shared)
+
+    def _share(self, shared: Segment) -> None:
+        self.writer = RingWriter(shared.outgoing)
+        self.reader = reader = RingReader(shared.incoming)
+        reader.control[BELL] = 1
+        self.fence()
+
+    # ------------------------------------------------------------------ readiness
+
+    def fileno(self) -> int:
+        return -1 if self._epoll.closed else self._epoll.fileno()
+
+    def poll_mask(self) -> int:
+        return select.POLLIN
+
+    def wants_write(self, wanted: bool) -> None:
+        self._wants_write = wanted
+        self._show()
+
+    def start_polling(self) -> bool:
+        if ORDERED:
+            self._polled = True
+            self._epoll.modify(self._sock.fileno(), select.EPOLLIN)
+        return ORDERED
+
+    def ready(self) -> bool:
+        """There is something to read, or room for somebody who waits for it. For who polls."""
+        reader, writer = self.reader, self.writer
+        if reader is None or writer is None:
+            return False
+        return reader.ready() or (self._wants_write and writer.has_room())
+
+    def arm(self) -> bool:
+        """Have the bell rung from now on, for whatever comes. True: something is there already."""
+        reader, writer = self.reader, self.writer
+        if reader is None or writer is None:
+            return False
+        reader.tell()
+        reader.control[BELL] = 1
+        if self._wants_write:
+            writer.control[ROOM] = 1
+        self.fence()
+        return self.ready()
+
+    def fence(self) -> None:
+        """A full memory barrier: a lock's instructions are one on x86, and elsewhere the bell's system call is."""
+        self._fence_lock.acquire()
+        self._fence_lock.release()
+
+    def ring(self) -> None:
+        """Wake the other side. A full socket means that it has not answered thousands of bells: it will. One that has
+        closed its end may have read everything before: the next write fails, this one has not."""
+        try:
+            self._sock.send(b"!")
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):
+            self._hung_up = True
+
+    def after_write(self) -> None:
+        """Something was written: ring if the reader sleeps."""
+        writer, fence = self.writer, self._fence_lock
+        assert writer is not None
+        fence.acquire()  # `fence()`, written out: this is done for every message
+        fence.release()
+        if writer.control[BELL] or not ORDERED:
+            writer.control[BELL] = 0
+            self.ring()
+
+    def after_read(self) -> None:
+        """Something was read: ring if the writer sleeps for want of room."""
+        reader = self.reader
+        assert reader is not None
+        reader.tell()
+        self.fence()
+        if reader.control[ROOM]:
+            reader.control[ROOM] = 0
+            self.ring()
+
+    def answer_bell(self) -> None:
+        """Take the bells that were rung. That the other side's process is gone shows here too."""
+        try:
+            if not self._sock.recv(_BELLS):
+                self._hung_up = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            self._hung_up = True
+
+    def _show(self) -> None:
+        """Make `fileno()` poll what `ready()` says, for who does not call it: a socket is always writable."""
+        if self._epoll.closed or self._polled:
+            return
+        mask = select.EPOLLIN | select.EPOLLOUT if self.ready() else select.EPOLLIN
+        if mask != self._watched:
+            self._watched = mask
+            self._epoll.modify(self._sock.fileno(), mask)
+
+    # ------------------------------------------------------------------ bytes
+
+    def recv_into(self, view: memoryview, /) -> int:
+        reader = self._reader()
+        if reader.control[STATE] == RESET:
+            raise ConnectionResetError(errno.ECONNRESET, f"{self.remote} aborted the connection")
+        got = reader.read(view)
+        if not got:
+            got = self._recv_nothing(reader, view)
+        if got:
+            self.after_read()
+        self._show()
+        return got
+
+    def _recv_nothing(self, reader: RingReader, view: memoryview) -> int:
+        """The ring is empty: answer the bell, and look again, because what was written before it was rung counts."""
+        if not self._polled and not self._hung_up:
+            self.answer_bell()
+            self.arm()
+        ended = self._hung_up or reader.control[STATE] != OPEN
+        got = reader.read(view)
+        if got or ended or not view.nbytes:
+            return got
+        self._show()
+        raise BlockingIOError(errno.EAGAIN, "nothing to read")
+
+    def send(self, data: Buffer, /) -> int:
+        return self.sendmsg((data,))
+
+    def sendmsg(self, buffers: Sequence[Buffer], /) -> int:
+        writer = self._writer()
+        views = [readable(buffer) for buffer in buffers]
+        taken = writer.write(views)
+        if not taken and any(view.nbytes for view in views):
+            writer.control[ROOM] = 1
+            self.fence()
+            taken = writer.write(views)
+            if not taken:
+                self._show()
+                raise BlockingIOError(errno.EAGAIN, "the ring is full")
+        self.after_write()
+        self._show()
+        return taken
+
+    def _reader(self) -> RingReader:
+        self._check_open()
+        if self.reader is None:
+            raise BlockingIOError(errno.EAGAIN, "the connection is being made")
+        return self.reader
+
+    def _writer(self) -> RingWriter:
+        self._check_open()
+        writer, reader = self.writer, self.reader
+        if writer is None or reader is None:
+            raise BlockingIOError(errno.EAGAIN, "the connection is being made")
+        if reader.control[STATE] == RESET:
+            raise ConnectionResetError(errno.ECONNRESET, f"{self.remote} aborted the connection")
+        if writer.control[STATE] != OPEN or self._hung_up:
+            raise BrokenPipeError(errno.EPIPE, f"the stream to {self.remote} is closed")
+        return writer
+
+    def _check_open(self) -> None:
+        if self._epoll.closed:
+            raise OSError(errno.EBADF, f"this end of the connection to {self.remote} is closed")
+
+    # ------------------------------------------------------------------ the end
+
+    def shutdown_write(self) -> None:
+        writer = self._writer()
+        writer.control[STATE] = ENDED
+        self.ring()
+
+    def close(self) -> None:
+        self._close(ENDED)
+
+    def abort(self) -> None:
+        self._close(RESET)
+
+    def _close(self, state: int) -> None:
+        if self._epoll.closed:
+            return
+        if self.writer is not None and self.reader is not None:
+            if os.getpid() == self._pid:  # not in a forked child, which must leave the parent's connection alone
+                self.writer.control[STATE] = max(state, self.writer.control[STATE])
+                self.reader.control[BELL] = 1  # who writes on rings, and finds the socket closed
+            self.writer.release()
+            self.reader.release()
+        if self._segment is not None:
+            self._segment.close()
+        if self._opening is not None:
+            os.close(self._opening[1])
+            self._opening = None
+        self._epoll.close()
+        self._sock.close()
+
+
+class ShmListener:
+    """A Unix socket in the abstract name space: no file, and nothing left when the process ends."""
+
+    def __init__(self, address: Address) -> None:
+        name = address.host or secrets.token_hex(16)
+        self.address = Address("shm", name)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self._sock.bind(_socket_name(name))
+            self._sock.listen(BACKLOG)
+        except OSError:
+            self._sock.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def accept(self) -> Link:
+        """The next caller of our own user; others are sent away."""
+        while True:
+            sock, _ = self._sock.accept()
+            sock.setblocking(False)
+            pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            if uid == os.geteuid():
+                return ShmLink(sock, str(self.address), f"{self.address}#{pid}", connecting=False)
+            sock.close()
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class ShmTransport:
+    scheme = "shm"
+
+    def listen(self, address: Address, config: Config) -> ShmListener:
+        return ShmListener(address)
+
+    def resolve(self, address: Address) -> list[Address]:
+        return [address]
+
+    def connect(self, address: Address, config: Config) -> Link:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            sock.connect(_socket_name(address.host))
+            link = ShmLink(sock, f"{address}#{os.getpid()}", str(address), connecting=True)
+            link.offer()
+        except BlockingIOError as error:
+            sock.close()
+            raise OSError(errno.ENOBUFS, f"{address} has too many connections waiting") from error
+        except OSError:
+            sock.close()
+            raise
+        return link
+
+
+def _socket_name(name: str) -> str:
+    return f"\0rankmesh-{name}"
+
+
+def transport() -> ShmTransport:
+    return ShmTransport()
