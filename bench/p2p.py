@@ -1,6 +1,6 @@
 """rankmesh's messages over TCP beside bare sockets, gloo, MPI and ZeroMQ, in one run. See bench/README.md.
 
-    python bench/p2p.py                     # everything but the sweep, about three minutes
+    python bench/p2p.py                     # everything but the sweep, some three minutes
     python bench/p2p.py --quick             # does it work: few repetitions, figures not to be quoted
     python bench/p2p.py --sweep --json out.json
 

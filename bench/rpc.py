@@ -1,6 +1,6 @@
 """rankmesh's RPC beside gRPC, RPyC, ZeroMQ, torch.distributed.rpc and bare sockets, in one run. See bench/README.md.
 
-    python bench/rpc.py                     # everything but the sweep, about four minutes
+    python bench/rpc.py                     # everything but the sweep, some five minutes
     python bench/rpc.py --quick             # does it work: few repetitions, figures not to be quoted
     python bench/rpc.py --sweep --json out.json
 

@@ -1,6 +1,6 @@
 """rankmesh's messages inside one host beside MPI, gloo, ZeroMQ and a plain copy, in one run. See bench/README.md.
 
-    python bench/shm.py                     # everything but the sweep, about three minutes
+    python bench/shm.py                     # everything but the sweep, some three minutes
     python bench/shm.py --quick             # does it work: few repetitions, figures not to be quoted
     python bench/shm.py --sweep --json out.json
 

@@ -41,7 +41,7 @@ def rankmesh_version() -> str:
 
 
 def transport_of(mesh: rm.Mesh, peer: int) -> str:
-    """What the mesh says of the connection to `peer`: the scheme, and perhaps why."""
+    """What the mesh says of the conversation with `peer`: the transport, and why. None: there was none yet."""
     return str(mesh.peers[peer].transport) if HAS_SHM else "tcp"
 
 
