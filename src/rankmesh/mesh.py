@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any, Final, Self
 
+import numpy as np
+from numpy.typing import DTypeLike
+
 from rankmesh.config import Config
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Endpoint, Peer, Status, Work
 from rankmesh.endpoint.endpoint import leave
@@ -160,6 +163,11 @@ class Mesh:
     def address(self) -> str:
         """Where the other ranks reach this one."""
         return self._endpoint.address
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
+        """An array that ranks on this host can map: sent, it crosses with a single copy. Otherwise it is like
+        numpy.empty's, except that a forked child shares it instead of having a copy."""
+        return self._hub.empty(shape, dtype)
 
     # ------------------------------------------------------------------ messages
 

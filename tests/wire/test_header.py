@@ -14,6 +14,7 @@ from rankmesh.wire.header import (
     DATA_LIMIT,
     HEADER,
     HEADER_BYTES,
+    REFERENCE_BYTES,
     VERSION,
     Flag,
     Header,
@@ -46,7 +47,7 @@ def test_numbers_on_the_wire() -> None:
         "EAGER": 8, "ANNOUNCE": 9, "GRANT": 10, "REFUSE": 11, "WITHDRAW": 12, "DATA": 13, "ABORT": 14,
         "REQUEST": 16, "REPLY": 17,
     }  # fmt: skip
-    assert {flag.name: flag.value for flag in Flag} == {"OBJECT": 1, "REQUEST": 2, "REPLY": 4, "ERROR": 8}
+    assert {flag.name: flag.value for flag in Flag} == {"OBJECT": 1, "REQUEST": 2, "REPLY": 4, "ERROR": 8, "SHARED": 16}
     assert VERSION == 1
 
 
@@ -87,7 +88,7 @@ def test_every_kind_has_a_payload_limit() -> None:
     small = [Kind.CREDIT, Kind.CONTROL, Kind.GOODBYE]
     eager = [Kind.EAGER, Kind.REQUEST, Kind.REPLY]
     expected = dict.fromkeys(none, 0) | dict.fromkeys(small, CONTROL_LIMIT) | dict.fromkeys(eager, 1000)
-    assert LIMITS.payloads() == expected | {Kind.DATA: DATA_LIMIT}
+    assert LIMITS.payloads() == expected | {Kind.ANNOUNCE: REFERENCE_BYTES, Kind.DATA: DATA_LIMIT}
     assert set(LIMITS.payloads()) == set(Kind)
 
 

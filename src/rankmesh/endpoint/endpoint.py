@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import DTypeLike
+
 from rankmesh.config import Config
 from rankmesh.endpoint.connector import Connector
 from rankmesh.endpoint.hub import Hub, Service
@@ -304,6 +307,11 @@ class Endpoint:
             with self.hub.engine:
                 if work in self._accepts:  # it timed out
                     self._accepts.remove(work)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
+        """An array that peers on this host can map: sent, it crosses with a single copy. Otherwise it is like
+        numpy.empty's, except that a forked child shares it instead of having a copy."""
+        return self.hub.empty(shape, dtype)
 
     # ------------------------------------------------------------------ services
 

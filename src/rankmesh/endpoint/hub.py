@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from rankmesh.buffers import BufferPool
 from rankmesh.config import Config
@@ -20,11 +24,12 @@ from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.endpoint.transfers import Landing, Message, Posted, Probe, Receive
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ClosedError, PeerLost
+from rankmesh.transport.arena import Arena
 from rankmesh.wire.header import Flag
 from rankmesh.wire.messages import Control
 
 if TYPE_CHECKING:
-    from rankmesh.endpoint.inbound import Inbound
+    from rankmesh.endpoint.incoming import Incoming
     from rankmesh.endpoint.peer import Peer
 
 logger = logging.getLogger("rankmesh")
@@ -49,6 +54,7 @@ class Hub:
         self.probes: list[Probe] = []
         #: Memory of messages that came before their receive, used again: as much as one sender may have lying here.
         self.pool = BufferPool(config.peer_credit_bytes)
+        self.arena: Arena = Arena(self._unshare)
         self.services: dict[int, Service] = {}
         #: Members of each closed group, by index: a wildcard receive fails when none is left.
         self.members: dict[int, set[int]] = {}
@@ -64,11 +70,30 @@ class Hub:
         #: When this process last came back from not running, and how long it had been away.
         self._absence = (0.0, 0.0)
         self._rpc_bytes = 0
-        self._rpc_waiting: deque[tuple[Inbound, tuple[int, ...]]] = deque()
-        self._rpc_queued: Counter[Inbound] = Counter()
+        self._rpc_waiting: deque[tuple[Incoming, tuple[int, ...]]] = deque()
+        self._rpc_queued: Counter[Incoming] = Counter()
 
     def new_index(self) -> int:
         return next(self._index)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
+        """See Endpoint.empty. Small arrays travel eagerly and gain nothing. Without the lock."""
+        self.check_open()
+        kind = np.dtype(dtype)
+        nbytes = kind.itemsize * (math.prod(shape) if isinstance(shape, tuple) else shape)
+        if self.config.shm and nbytes > self.config.eager_bytes and not kind.hasobject:
+            try:
+                return self.arena.empty(shape, kind)
+            except OSError as error:
+                logger.warning("No shared memory for an array of %d bytes: %s.", nbytes, error.strerror or error)
+        return np.empty(shape, kind)
+
+    def _unshare(self, segment: int) -> None:
+        """A segment of the arena is no more: peers that map it let go. Takes the lock."""
+        with self.engine:
+            for router in self.routers.values():
+                if isinstance(router, PeerRouter):
+                    router.outbound.unshare(segment)
 
     def check_open(self) -> None:
         if self.closed:
@@ -235,30 +260,30 @@ class Hub:
         else:
             handler(router, ident, payload)
 
-    def rpc_announced(self, inbound: Inbound, header: tuple[int, ...]) -> None:
+    def rpc_announced(self, incoming: Incoming, header: tuple[int, ...]) -> None:
         """A large request or reply is granted when there is room for it, in the order of announcement."""
-        self._rpc_waiting.append((inbound, header))
-        self._rpc_queued[inbound] += 1
+        self._rpc_waiting.append((incoming, header))
+        self._rpc_queued[incoming] += 1
         self._grant_rpc()
 
-    def rpc_waiting(self, inbound: Inbound) -> int:
+    def rpc_waiting(self, incoming: Incoming) -> int:
         """Announcements of one connection that wait for room."""
-        return self._rpc_queued.get(inbound, 0)
+        return self._rpc_queued.get(incoming, 0)
 
-    def rpc_withdrawn(self, inbound: Inbound, ident: int | None = None) -> bool:
+    def rpc_withdrawn(self, incoming: Incoming, ident: int | None = None) -> bool:
         """Forget an announcement that waits for room; all of a connection's when `ident` is None. False: there was
         none."""
-        kept = [entry for entry in self._rpc_waiting if entry[0] is not inbound or ident not in (None, entry[1][5])]
+        kept = [entry for entry in self._rpc_waiting if entry[0] is not incoming or ident not in (None, entry[1][5])]
         gone = len(self._rpc_waiting) - len(kept)
         if gone:
             self._rpc_waiting = deque(kept)
-            self._rpc_left(inbound, gone)
+            self._rpc_left(incoming, gone)
         return gone > 0
 
-    def _rpc_left(self, inbound: Inbound, count: int) -> None:
-        self._rpc_queued[inbound] -= count
-        if not self._rpc_queued[inbound]:
-            del self._rpc_queued[inbound]
+    def _rpc_left(self, incoming: Incoming, count: int) -> None:
+        self._rpc_queued[incoming] -= count
+        if not self._rpc_queued[incoming]:
+            del self._rpc_queued[incoming]
 
     def rpc_landed(self, landing: Landing) -> None:
         """A granted one ended, well or badly."""
@@ -268,11 +293,11 @@ class Hub:
 
     def _grant_rpc(self) -> None:
         while self._rpc_waiting:
-            inbound, header = self._rpc_waiting[0]
+            incoming, header = self._rpc_waiting[0]
             nbytes = header[7]
             if self._rpc_bytes and self._rpc_bytes + nbytes > self.config.rpc_inflight_bytes:
                 return
             self._rpc_waiting.popleft()
-            self._rpc_left(inbound, 1)
-            if inbound.grant_rpc(header):
+            self._rpc_left(incoming, 1)
+            if incoming.grant_rpc(header):
                 self._rpc_bytes += nbytes

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.buffers import BufferPool, fresh
 from rankmesh.endpoint.direct import Direct, RingPath, SocketPath
-from rankmesh.endpoint.outbound import MAX_ANNOUNCED, RPC, TURN_BYTES
+from rankmesh.endpoint.incoming import Incoming
+from rankmesh.endpoint.outbound import RPC, TURN_BYTES
 from rankmesh.endpoint.transfers import Landing, Message, Receive
-from rankmesh.errors import ProtocolError, TransferAborted
+from rankmesh.errors import ProtocolError
 from rankmesh.wire.credit import OVERHEAD, CreditIn
 from rankmesh.wire.header import Flag, Kind, Limits
 from rankmesh.wire.messages import decode_control
@@ -49,8 +50,7 @@ class Inbound:
         self.calm = False
         #: The hot paths of the connection there is.
         self.direct: Direct | None = None
-        self._incoming: dict[int, Landing] = {}
-        self._announced: dict[int, Message] = {}
+        self.incoming = Incoming(self)
         #: Messages that came over an earlier connection: their credit ended with it.
         self._unowed: set[Message] = set()
         #: What to do when the payload under way is complete, and the receive it belongs to, if any.
@@ -66,12 +66,12 @@ class Inbound:
             Kind.CONTROL: self._on_control,
             Kind.GOODBYE: self._on_goodbye,
             Kind.EAGER: self._on_eager,
-            Kind.ANNOUNCE: self._on_announce,
+            Kind.ANNOUNCE: self.incoming.on_announce,
             Kind.GRANT: self._on_grant,
             Kind.REFUSE: self._on_refuse,
-            Kind.WITHDRAW: self._on_withdraw,
-            Kind.DATA: self._on_data,
-            Kind.ABORT: self._on_abort,
+            Kind.WITHDRAW: self.incoming.on_withdraw,
+            Kind.DATA: self.incoming.on_data,
+            Kind.ABORT: self.incoming.on_abort,
             Kind.REQUEST: self._on_request,
             Kind.REPLY: self._on_reply,
         }
@@ -80,6 +80,7 @@ class Inbound:
         config = self._config
         limits = Limits(config.eager_bytes, config.max_message_bytes, config.max_rpc_bytes)
         self._link = link
+        self.incoming.attach(polled)
         self.backlogged = False
         self._recv = link.recv_into
         self._drained = link.drained_on_short_read
@@ -98,16 +99,9 @@ class Inbound:
         self.direct = None
         self.calm = False
         self._then = None
-        landings = {
-            id(landing): landing for landing in (self._landing, *self._incoming.values()) if landing is not None
-        }
+        landings = {id(landing): landing for landing in (self._landing, *self.incoming.detach()) if landing is not None}
         self._landing = None
-        self._incoming.clear()
-        for message in self._announced.values():
-            self._matcher.discard(message)
-        self._announced.clear()
         self._unowed.update(message for message in self._matcher.unexpected() if message.router is self.router)
-        self._hub.rpc_withdrawn(self)
         for landing in landings.values():
             self._hub.rpc_landed(landing)
         return [landing.receive for landing in landings.values() if landing.receive is not None]
@@ -116,7 +110,7 @@ class Inbound:
     def idle(self) -> bool:
         """Nothing of this peer's is under way or lies unreceived."""
         unreceived = self._link is not None and self._credit.outstanding != self._credit.total_owed
-        return not (self._incoming or self._announced or unreceived)
+        return self.incoming.idle and not unreceived
 
     # ------------------------------------------------------------------ reading
 
@@ -182,6 +176,7 @@ class Inbound:
     def resume(self) -> None:
         """Go on with frames that were read but not yet looked at, or with bytes that the link holds and does not show
         (TLS). Raises ProtocolError."""
+        self.incoming.copy_on()
         if self.backlogged:
             self.backlogged = False
             self._parse(self._parser.next_header())
@@ -205,7 +200,7 @@ class Inbound:
                 return
             header = parser.next_header()
 
-    def _with_payload(self, header: Header, then: Callable[[Header, memoryview], None]) -> None:
+    def with_payload(self, header: Header, then: Callable[[Header, memoryview], None]) -> None:
         """Call `then` once the payload is here, in the staging buffer or in memory of its own."""
         payload = self._parser.take()
         if payload is not None:
@@ -215,6 +210,19 @@ class Inbound:
             self._parser.into(view)
             self._then = functools.partial(then, header, view)
 
+    def land(self, landing: Landing, view: memoryview | None, then: Callable[[], None]) -> None:
+        """Put the payload where it belongs, or nowhere, and call `then` once it is there."""
+        if self._parser.drop() if view is None else self._parser.into(view):
+            then()
+        else:
+            self._landing = landing
+            self._then = then
+
+    def divert(self, landing: Landing) -> None:
+        """If `landing`'s bytes are being received, the rest goes nowhere."""
+        if self._landing is landing:
+            self._parser.divert()
+
     # ------------------------------------------------------------------ control
 
     def _on_ping(self, header: Header) -> None:
@@ -223,13 +231,13 @@ class Inbound:
 
     def _on_credit(self, header: Header) -> None:
         self.frames -= 1
-        self._with_payload(header, lambda _, payload: self.router.outbound.on_credit(payload))
+        self.with_payload(header, lambda _, payload: self.router.outbound.on_credit(payload))
 
     def _on_control(self, header: Header) -> None:
-        self._with_payload(header, lambda _, payload: self.router.on_control(decode_control(payload)))
+        self.with_payload(header, lambda _, payload: self.router.on_control(decode_control(payload)))
 
     def _on_goodbye(self, header: Header) -> None:
-        self._with_payload(header, lambda _, payload: self.router.on_control(decode_control(payload)))
+        self.with_payload(header, lambda _, payload: self.router.on_control(decode_control(payload)))
 
     def _on_grant(self, header: Header) -> None:
         self.router.outbound.on_grant(header[5])
@@ -245,7 +253,7 @@ class Inbound:
         index = self._index
         receive = self._matcher.take_posted(group, index, tag)
         if (receive is None or receive.source != index) and index not in self._members.get(group, (index,)):
-            raise self._intruder(group)
+            raise self.intruder(group)
         if receive is not None:
             view = receive.view
             if view is not None and view.nbytes == nbytes and not flags and not receive.wants_object:
@@ -280,12 +288,12 @@ class Inbound:
             return fresh(nbytes)
         return memoryview(self._hub.pool.take(nbytes))[:nbytes]
 
-    def _intruder(self, group: int) -> ProtocolError:
+    def intruder(self, group: int) -> ProtocolError:
         return ProtocolError(f"a message for group {group}, of which it is no member", reason="not a member")
 
     def _land(self, receive: Receive, group: int, tag: int, nbytes: int) -> None:
         """The rest of an eager message is still to come."""
-        self._landing = landing = Landing(self, receive, nbytes, group, tag, 0)
+        self._landing = landing = Landing(self.incoming, receive, nbytes, group, tag, 0)
         receive.matched(landing)
         self._then = functools.partial(self._eager_landed, landing)
 
@@ -318,8 +326,7 @@ class Inbound:
         """Give a message that was kept to a receive posted now."""
         nbytes = message.nbytes
         if message.payload is None:
-            del self._announced[message.ident]
-            self._grant(receive, message.group, message.match_tag, nbytes, message.ident)
+            self.incoming.deliver(message, receive)
             return
         if not receive.truncates(nbytes):
             if receive.view is None:
@@ -334,138 +341,13 @@ class Inbound:
         else:
             self._consumed(message.group, message.match_tag, nbytes)
 
-    # ------------------------------------------------------------------ announced transfers
-
-    def _on_announce(self, header: Header) -> None:
-        _, _, flags, group, tag, ident, _, nbytes = header
-        limit = self._config.max_rpc_bytes if flags & RPC else self._config.max_message_bytes
-        if nbytes > limit:
-            raise ProtocolError(
-                f"a transfer of {nbytes} bytes was announced, over the limit of {limit}", reason="transfer too large"
-            )
-        if flags & RPC and not nbytes:
-            raise ProtocolError("an empty request or reply was announced", reason="empty transfer")
-        if ident in self._announced or ident in self._incoming:
-            raise ProtocolError(f"transfer {ident} was announced twice", reason="transfer announced twice")
-        if len(self._announced) + len(self._incoming) + self._hub.rpc_waiting(self) >= MAX_ANNOUNCED:
-            raise ProtocolError(f"more than {MAX_ANNOUNCED} transfers announced", reason="too many announcements")
-        if flags & RPC:
-            self._hub.rpc_announced(self, header)
-            return
-        if group in self._members and self._index not in self._members[group]:
-            raise self._intruder(group)
-        receive = self._hub.take_receive(self.router.index, group, tag, flags)
-        if receive is not None:
-            self._grant(receive, group, tag, nbytes, ident)
-            return
-        message = Message(self.router, group, tag, flags, nbytes, None, ident)
-        self._announced[ident] = message
-        self._hub.keep(message)
-
-    def _grant(self, receive: Receive, group: int, tag: int, nbytes: int, ident: int) -> None:
-        if receive.truncates(nbytes):
-            self.router.outbound.control(Kind.REFUSE, ident)
-            return
-        receive.place(nbytes)
-        landing = Landing(self, receive, nbytes, group, tag, ident)
-        receive.matched(landing)
-        self.router.outbound.control(Kind.GRANT, ident)
-        if nbytes:
-            self._incoming[ident] = landing
-        else:
-            self._complete(landing)
-
-    def grant_rpc(self, header: Header) -> bool:
-        """There is room for a large request or reply: take it. False: the connection it was announced on is gone."""
-        _, _, flags, group, tag, ident, _, nbytes = header
-        if self._link is None:
-            return False
-        self._incoming[ident] = Landing(self, None, nbytes, group, tag, ident, flags, fresh(nbytes))
-        self.router.outbound.control(Kind.GRANT, ident)
-        return True
-
-    def _on_data(self, header: Header) -> None:
-        ident, nbytes, offset = header[5], header[6], header[7]
-        landing = self._incoming.get(ident)
-        if landing is None:
-            raise ProtocolError(f"data of transfer {ident}, which was not granted", reason="unknown transfer")
-        if not nbytes or offset != landing.got or offset + nbytes > landing.nbytes:
-            raise ProtocolError(
-                f"piece {offset}+{nbytes} of transfer {ident} ({landing.got} of {landing.nbytes} so far)",
-                reason="bad piece",
-            )
-        view = landing.view
-        done = self._parser.drop() if view is None else self._parser.into(view[offset : offset + nbytes])
-        if done:
-            self._piece_landed(landing, nbytes)
-        else:
-            self._landing = landing
-            self._then = functools.partial(self._piece_landed, landing, nbytes)
-
-    def _piece_landed(self, landing: Landing, nbytes: int) -> None:
-        landing.got += nbytes
-        self.bytes += nbytes
-        if landing.got == landing.nbytes:
-            del self._incoming[landing.ident]
-            self._complete(landing)
-
-    def _complete(self, landing: Landing) -> None:
-        if landing.flags & RPC:
-            self._hub.rpc_landed(landing)
-            if landing.view is not None:
-                self.router.on_rpc(landing.flags, landing.group, landing.tag, landing.view)
-        elif landing.receive is not None:
-            landing.receive.arrived(self.router.index, landing.tag, landing.nbytes)
-
-    def detach_landing(self, landing: Landing) -> None:
-        """A receive under way was given up: its bytes go nowhere, and the sender may stop."""
-        if self._landing is landing:
-            self._parser.divert()
-        if landing.ident in self._incoming:
-            self.router.outbound.control(Kind.REFUSE, landing.ident)
-
-    def _on_withdraw(self, header: Header) -> None:
-        """The sender takes its announcement back. One that was granted meanwhile leaves its receive as if it had
-        never come."""
-        ident = header[5]
-        message = self._announced.pop(ident, None)
-        if message is not None:
-            self._matcher.discard(message)
-        if message is not None or self._hub.rpc_withdrawn(self, ident):
-            self.router.outbound.control(Kind.REFUSE, ident)
-            return
-        landing = self._incoming.pop(ident, None)
-        if landing is not None:
-            self._hub.rpc_landed(landing)
-            if landing.receive is not None:
-                landing.receive.unmatched()
-                self._hub.post(landing.receive, again=True)
-
-    def _on_abort(self, header: Header) -> None:
-        landing = self._incoming.pop(header[5], None)
-        if landing is None:
-            return  # refused here while its last byte was on its way
-        self._hub.rpc_landed(landing)
-        if landing.receive is not None:
-            peer = self.router.peer
-            landing.receive.fail(
-                TransferAborted(
-                    f"{peer} gave up in the middle of the message for {landing.receive.describe()}, after "
-                    f"{landing.got} of {landing.nbytes} bytes.",
-                    **peer.attributes(),
-                    op=landing.receive.op,
-                    tag=landing.tag,
-                    reason="the sender gave up",
-                )
-            )
-
     # ------------------------------------------------------------------ RPC
 
     def _on_request(self, header: Header) -> None:
-        self._with_payload(header, self._rpc_here)
+        self.with_payload(header, self._rpc_here)
 
     def _on_reply(self, header: Header) -> None:
-        self._with_payload(header, self._rpc_here)
+        self.with_payload(header, self._rpc_here)
 
     def _rpc_here(self, header: Header, payload: memoryview) -> None:
         flags = header[2] & ~RPC | (Flag.REQUEST if header[1] == Kind.REQUEST else Flag.REPLY)

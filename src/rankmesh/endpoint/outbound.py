@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.buffers import readable
 from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
+from rankmesh.endpoint.sharing import Offers
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import BusyError, ProtocolError, UsageError
 from rankmesh.transport.ring import begin
@@ -60,6 +61,8 @@ class Outbound:
         #: The link's ring, if it is one that may be written to directly.
         self._ring: RingWriter | None = None
         self._like(0, 0, 0)
+        #: What of this side's arena the other side may copy from.
+        self._offers: Offers | None = None
         #: The link took no more; it is watched for writing.
         self.blocked = False
         self._engine = router.engine
@@ -79,8 +82,9 @@ class Outbound:
         self._link_sendmsg = link.sendmsg
         self._eager_limit = min(self._config.eager_bytes, remote.eager_bytes)
         self._join_limit = min(self._eager_limit, JOIN_BYTES)
-        self._ring = None
+        self._ring = self._offers = None
         if polled is not None and polled.writer is not None:
+            self._offers = Offers(polled, self._router.hub.arena)
             self._ring, self._after_write = polled.writer, polled.after_write
             self._join_limit = self._eager_limit  # nothing is joined: it is written in place
         self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
@@ -90,7 +94,7 @@ class Outbound:
 
     def detach(self) -> None:
         self._link = None
-        self._ring = None
+        self._ring = self._offers = None
         self._clear = False
         self._queue.clear()
 
@@ -253,13 +257,19 @@ class Outbound:
             send.ident = self.new_ident()
             send.state = SendState.ANNOUNCED
             self._announced[send.ident] = send
-            header = pack(Kind.ANNOUNCE, send.flags, send.group, tag, send.ident, 0, send.nbytes)
-            self._queue.push(lane, Frame([header], HEADER_BYTES))
+            self._queue.push(lane, self._announcement(send, tag))
         else:
             return False
         self.frames += 1
         self.bytes += send.nbytes
         return True
+
+    def _announcement(self, send: Send, tag: int) -> Frame:
+        offers = self._offers
+        reference = b"" if offers is None or send.flags & RPC else offers.make(send)
+        flags = send.flags | Flag.SHARED if reference else send.flags
+        header = pack(Kind.ANNOUNCE, flags, send.group, tag, send.ident, len(reference), send.nbytes)
+        return Frame([header + reference], HEADER_BYTES + len(reference))
 
     def advance(self) -> None:
         """Let go what waited, as far as it goes."""
@@ -290,6 +300,8 @@ class Outbound:
                 self._credit.give_back((send.group, send.tag or 0), send.nbytes + OVERHEAD)
         elif send.state is SendState.ANNOUNCED:
             send.state = SendState.WITHDRAWN
+            if self._offers is not None:
+                self._offers.take_back(send)
             self.control(Kind.WITHDRAW, send.ident)
         elif send.state is SendState.MOVING:
             self._stop_moving(send)
@@ -334,6 +346,7 @@ class Outbound:
         send = self._announced.get(ident)
         if send is None or send.state is SendState.MOVING:
             raise ProtocolError(f"a grant for transfer {ident}, which is not announced", reason="unknown transfer")
+        self._answered(send)
         if send.state is SendState.WITHDRAWN:
             del self._announced[ident]  # they crossed; the receiver reads the WITHDRAW after its GRANT
             return
@@ -349,12 +362,22 @@ class Outbound:
         send = self._announced.get(ident)
         if send is None:
             return  # its last byte and the refusal crossed
+        self._answered(send)
         if send.state is SendState.MOVING:
             self._stop_moving(send)
         self._announced.pop(ident, None)
         if not send.finished:
             send.finish(None)
         self.advance()
+
+    def _answered(self, send: Send) -> None:
+        if self._offers is not None:
+            self._offers.answered(send)
+
+    def unshare(self, segment: int) -> None:
+        """A segment of this side's arena is no more."""
+        if self._offers is not None:
+            self._offers.forget(segment)
 
     # ------------------------------------------------------------------ frames of our own
 

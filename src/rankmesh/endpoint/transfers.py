@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rankmesh.endpoint.hub import Hub
-    from rankmesh.endpoint.inbound import Inbound
+    from rankmesh.endpoint.incoming import Incoming
     from rankmesh.endpoint.router import Router
+    from rankmesh.endpoint.sharing import Reference
 
 
 class Status(NamedTuple):
@@ -273,10 +274,18 @@ class Probe(Posted):
 class Message:
     """A message that no receive was posted for: its bytes, or the announcement of them."""
 
-    __slots__ = ("flags", "group", "ident", "match_tag", "nbytes", "order", "payload", "router", "source")
+    __slots__ = ("flags", "group", "ident", "match_tag", "nbytes", "order", "payload", "reference", "router", "source")
 
     def __init__(
-        self, router: Router, group: int, tag: int, flags: int, nbytes: int, payload: memoryview | None, ident: int = 0
+        self,
+        router: Router,
+        group: int,
+        tag: int,
+        flags: int,
+        nbytes: int,
+        payload: memoryview | None,
+        ident: int = 0,
+        reference: Reference | None = None,
     ) -> None:
         self.router = router
         self.group = group
@@ -288,16 +297,18 @@ class Message:
         #: None: it was only announced, under `ident`.
         self.payload = payload
         self.ident = ident
+        #: Where an announced message lies in memory that both sides map.
+        self.reference = reference
 
 
 class Landing:
     """A payload being received: an eager one, or a granted transfer piece by piece."""
 
-    __slots__ = ("_inbound", "flags", "got", "group", "ident", "nbytes", "receive", "tag", "view")
+    __slots__ = ("_incoming", "flags", "got", "group", "ident", "nbytes", "receive", "tag", "view")
 
     def __init__(
         self,
-        inbound: Inbound,
+        incoming: Incoming,
         receive: Receive | None,
         nbytes: int,
         group: int,
@@ -306,7 +317,7 @@ class Landing:
         flags: int = 0,
         view: memoryview | None = None,
     ) -> None:
-        self._inbound = inbound
+        self._incoming = incoming
         #: None for requests and replies, and once the receive was given up.
         self.receive = receive
         self.view = receive.view if receive is not None else view
@@ -321,4 +332,4 @@ class Landing:
         """The receive was given up: nothing more is written to its buffer."""
         self.receive = None
         self.view = None
-        self._inbound.detach_landing(self)
+        self._incoming.detach_landing(self)

@@ -66,6 +66,22 @@ class PolledLink(Link, Protocol):
 
     reader: RingReader | None
     writer: RingWriter | None
+    #: Segments of the other side's arena that are mapped here, to be read.
+    shared: dict[int, memoryview]
+
+    @property
+    def cells(self) -> memoryview:
+        """This side's words in the shared memory, and below the other side's."""
+        ...
+
+    @property
+    def their_cells(self) -> memoryview: ...
+
+    def share(self, segment: int, fd: int, nbytes: int) -> bool:
+        """Let the other side map a segment of an arena. False: not now."""
+        ...
+
+    def unshare(self, segment: int) -> None: ...
 
     def start_polling(self) -> bool:
         """False: on this machine it must be used like any other Link."""

@@ -1,6 +1,7 @@
 """The memory two processes share: anonymous, passed by descriptor, so that nothing is left behind however they end.
 
-    page 0       MAGIC, then the proofs: a random value written by each side and read by the other
+    page 0       MAGIC, then the proofs: a random value written by each side and read by the other; then each side's
+                 cells, by which it takes back what it allowed the other to copy (endpoint/sharing.py)
     page 1 …     the direction from the connecting side to the accepting one (see ring.py)
     then         the direction back
 
@@ -23,6 +24,9 @@ MAGIC: Final = b"rmshm\x00\x00\x01"
 PROOF_BYTES: Final = 16
 _PAGE: Final = 4096
 _PROOFS: Final = (64, 128)
+#: Words by which a side takes back what it offered.
+CELLS: Final = 64
+_CELLS: Final = (1024, 2048)
 SEGMENT_BYTES: Final = _PAGE + 2 * DIRECTION_BYTES
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -37,6 +41,9 @@ class Segment:
         first = self._view[_PAGE : _PAGE + DIRECTION_BYTES]
         second = self._view[_PAGE + DIRECTION_BYTES :]
         self.outgoing, self.incoming = (first, second) if side == 0 else (second, first)
+        self.cells, self.their_cells = (
+            self._view[at : at + 8 * CELLS].cast("Q") for at in (_CELLS[side], _CELLS[1 - side])
+        )
 
     def prove(self) -> bytes:
         """Write a random value, which the other side is to read."""
@@ -52,9 +59,21 @@ class Segment:
 
     def close(self) -> None:
         """Unmap it. The rings on it were released before."""
-        for view in (self.outgoing, self.incoming, self._view):
+        for view in (self.outgoing, self.incoming, self.cells, self.their_cells, self._view):
             view.release()
         self._map.close()
+
+
+def seal(fd: int) -> None:
+    """From now on nobody can resize this memory."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def check(fd: int, nbytes: int) -> None:
+    """Raises OSError unless this is sealed memory of that size."""
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for what is no such memory
+    if seals & _SEALS != _SEALS or os.fstat(fd).st_size != nbytes:
+        raise OSError(errno.EBADMSG, "the memory offered can be resized, or has another size")
 
 
 def create() -> tuple[Segment, int]:
@@ -62,7 +81,7 @@ def create() -> tuple[Segment, int]:
     fd = os.memfd_create("rankmesh", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, SEGMENT_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        seal(fd)
         segment = Segment(fd, 0)
     except BaseException:
         os.close(fd)
@@ -73,9 +92,7 @@ def create() -> tuple[Segment, int]:
 
 def attach(fd: int) -> Segment:
     """The segment behind a descriptor that was passed. Raises OSError for what is none."""
-    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for what is no such memory
-    if seals & _SEALS != _SEALS or os.fstat(fd).st_size != SEGMENT_BYTES:
-        raise OSError(errno.EBADMSG, "the memory offered can be resized, or has another size")
+    check(fd, SEGMENT_BYTES)
     segment = Segment(fd, 1)
     if bytes(segment._view[: len(MAGIC)]) != MAGIC:
         segment.close()

@@ -8,7 +8,7 @@ together, carries the bells, and ends when its process does, however that ends.
     reads the other proof in the memory   ←      ANSWER: the proof it read, and its own
 
 Bells are bytes on the socket: one for "there is something to read" and for "there is room", whichever the other side
-sleeps for. Two ways to use a link:
+sleeps for. Descriptors of further segments (arenas) travel there too, between bells. Two ways to use a link:
 
 - as it is: it arms its bell whenever it would block, and `fileno()` polls ready as base.py says;
 - polled (after `start_polling()`): whoever drives looks at `ready()`, which costs no system call, calls `arm()` before
@@ -20,6 +20,7 @@ x86 only: elsewhere (ORDERED is False) every write rings and nothing is polled, 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import platform
 import secrets
@@ -27,6 +28,7 @@ import select
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -35,8 +37,8 @@ from rankmesh.config import Config
 from rankmesh.transport import segment
 from rankmesh.transport.address import Address
 from rankmesh.transport.base import Link
-from rankmesh.transport.ring import BELL, ENDED, OPEN, RESET, ROOM, STATE, RingReader, RingWriter
-from rankmesh.transport.segment import PROOF_BYTES, Segment
+from rankmesh.transport.ring import BELL, ENDED, OPEN, RESET, ROOM, STATE, RingReader, RingWriter, corrupt
+from rankmesh.transport.segment import CELLS, PROOF_BYTES, Segment, check
 
 #: Stores are seen in the order in which they were made: rings may be polled, and bells left unrung.
 ORDERED: Final = platform.machine() in ("x86_64", "AMD64", "i686", "i386")
@@ -45,6 +47,12 @@ _OPENING = struct.Struct(f"<8s{PROOF_BYTES}s")
 _ANSWER = struct.Struct(f"<{PROOF_BYTES}s{PROOF_BYTES}s")
 _CREDENTIALS = struct.Struct("3i")
 _BELLS: Final = 4096
+_BELL: Final = b"!"
+#: A segment of an arena is shared (with its descriptor), or no longer: its number and its size.
+_NOTICE = struct.Struct("<cQQ")
+_SHARED, _UNSHARED = b"+", b"-"
+#: Segments of one peer's that are mapped here at once.
+MAX_SHARED: Final = 64
 
 
 class ShmLink:
@@ -70,6 +78,9 @@ class ShmLink:
         self._polled = False
         #: The other side's process has closed its end, or is gone.
         self._hung_up = False
+        self.shared: dict[int, memoryview] = {}
+        self._notices = b""
+        self._descriptors: deque[int] = deque()
         self._fence_lock = threading.Lock()
         self._epoll = select.epoll()
         self._watched = select.EPOLLIN
@@ -180,7 +191,7 @@ class ShmLink:
         """Wake the other side. A full socket means that it has not answered thousands of bells: it will. One that has
         closed its end may have read everything before: the next write fails, this one has not."""
         try:
-            self._sock.send(b"!")
+            self._sock.send(_BELL)
         except BlockingIOError:
             pass
         except (BrokenPipeError, ConnectionResetError):
@@ -207,14 +218,62 @@ class ShmLink:
             self.ring()
 
     def answer_bell(self) -> None:
-        """Take the bells that were rung. That the other side's process is gone shows here too."""
+        """Take the bells that were rung, and what came between them. That the other side's process is gone shows here
+        too."""
         try:
-            if not self._sock.recv(_BELLS):
-                self._hung_up = True
+            rung, fds, _, _ = socket.recv_fds(self._sock, _BELLS, MAX_SHARED)
         except BlockingIOError:
-            pass
+            return
         except ConnectionResetError:
             self._hung_up = True
+            return
+        if not rung:
+            self._hung_up = True
+        self._descriptors += fds
+        notices = (self._notices + rung).lstrip(_BELL)
+        while len(notices) >= _NOTICE.size:
+            self._noticed(*_NOTICE.unpack_from(notices))
+            notices = notices[_NOTICE.size :].lstrip(_BELL)
+        self._notices = notices
+
+    # ------------------------------------------------------------------ arenas
+
+    @property
+    def cells(self) -> memoryview:
+        assert self._segment is not None
+        return self._segment.cells
+
+    @property
+    def their_cells(self) -> memoryview:
+        assert self._segment is not None
+        return self._segment.their_cells
+
+    def share(self, segment: int, fd: int, nbytes: int) -> bool:
+        notice = _NOTICE.pack(_SHARED, segment, nbytes)
+        try:
+            return socket.send_fds(self._sock, [notice], [fd]) == len(notice)
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+            return False
+
+    def unshare(self, segment: int) -> None:
+        try:
+            self._sock.send(_NOTICE.pack(_UNSHARED, segment, 0))
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+            pass  # the other side keeps its mapping until the connection ends: memory, but nothing wrong
+
+    def _noticed(self, what: bytes, segment: int, nbytes: int) -> None:
+        if what == _UNSHARED:
+            self.shared.pop(segment, None)
+            return
+        if what != _SHARED or not self._descriptors:
+            raise corrupt(f"a notice {what!r} of segment {segment}")
+        fd = self._descriptors.popleft()
+        try:
+            if len(self.shared) < MAX_SHARED:
+                check(fd, nbytes)
+                self.shared[segment] = memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
 
     def _show(self) -> None:
         """Make `fileno()` poll what `ready()` says, for who does not call it: a socket is always writable."""
@@ -313,7 +372,14 @@ class ShmLink:
             self.writer.release()
             self.reader.release()
         if self._segment is not None:
+            if os.getpid() == self._pid:
+                for cell in range(CELLS):  # whatever the other side is copying from here: not any more
+                    self._segment.cells[cell] += 1
             self._segment.close()
+        self.shared.clear()
+        for fd in self._descriptors:
+            os.close(fd)
+        self._descriptors.clear()
         if self._opening is not None:
             os.close(self._opening[1])
             self._opening = None

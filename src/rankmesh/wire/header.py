@@ -16,6 +16,8 @@ before anything is allocated. Rules of the conversation:
 - ANNOUNCE offers a transfer (message, request or reply) too large for EAGER. The receiver answers GRANT when it
   has memory for it, or REFUSE when it does not want the bytes; then DATA frames carry the pieces in order, and
   the transfer ends with its last byte or with ABORT.
+- An announcement with Flag.SHARED carries a reference to memory that both sides map (endpoint/sharing.py): the
+  receiver may copy the message from there, and then answers REFUSE, because it needs no bytes.
 - WITHDRAW takes back an announcement. Every announcement is answered once, by GRANT or REFUSE: a GRANT that crossed
   the WITHDRAW is the answer (and the receiver posts its receive anew), otherwise the receiver answers REFUSE.
 - REQUEST and REPLY carry a whole RPC message, or are announced with Flag.REQUEST or Flag.REPLY.
@@ -57,10 +59,13 @@ class Flag(IntFlag):
     REQUEST = 2  # an announced transfer is a request
     REPLY = 4  # an announced transfer is a reply
     ERROR = 8  # a reply tells of a failure
+    SHARED = 16  # an announcement refers to memory that both sides map
 
 
 #: Largest CONTROL, CREDIT or GOODBYE payload: they are small by nature.
 CONTROL_LIMIT: Final = 64 * 1024
+#: What an announcement with Flag.SHARED carries.
+REFERENCE_BYTES: Final = 32
 #: Largest DATA payload: bounds how long a lane with precedence waits for the frame before it.
 DATA_LIMIT: Final = 1024 * 1024
 
@@ -91,10 +96,11 @@ class Limits(NamedTuple):
 
     def payloads(self) -> dict[int, int]:
         """Largest payload by kind; a kind that is not listed is unknown."""
-        none = dict.fromkeys((Kind.PING, Kind.ANNOUNCE, Kind.GRANT, Kind.REFUSE, Kind.WITHDRAW, Kind.ABORT), 0)
+        none = dict.fromkeys((Kind.PING, Kind.GRANT, Kind.REFUSE, Kind.WITHDRAW, Kind.ABORT), 0)
         small = dict.fromkeys((Kind.CREDIT, Kind.CONTROL, Kind.GOODBYE), CONTROL_LIMIT)
         eager = dict.fromkeys((Kind.EAGER, Kind.REQUEST, Kind.REPLY), self.eager)
-        return {int(kind): limit for kind, limit in (none | small | eager | {Kind.DATA: DATA_LIMIT}).items()}
+        other = {Kind.ANNOUNCE: REFERENCE_BYTES, Kind.DATA: DATA_LIMIT}
+        return {int(kind): limit for kind, limit in (none | small | eager | other).items()}
 
 
 def explain(header: tuple[int, ...], payload_limit: dict[int, int]) -> ProtocolError:

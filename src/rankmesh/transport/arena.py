@@ -1,0 +1,141 @@
+"""Arrays in memory that other processes can map: the owner's side.
+
+An arena is a few sealed anonymous segments, cut into blocks on page boundaries, first fit. A block returns when the
+last array over it is gone; a segment without blocks is given back to the system, except one, which is kept for the
+next. What is sent from here can be copied by the receiver straight from where it lies (endpoint/sharing.py).
+
+May be used from many threads. Blocks are returned by the collector, at any time and on any thread, so they only queue
+up there; the next allocation takes them in.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from rankmesh.config import MIB
+from rankmesh.transport.segment import seal
+
+PAGE: Final = 4096
+SEGMENT_BYTES: Final = 64 * MIB
+
+
+class Spot(NamedTuple):
+    """Where some bytes of an arena lie."""
+
+    segment: int
+    offset: int
+
+
+class _Segment:
+    """Memory, its descriptor, and the free stretches in it, sorted."""
+
+    def __init__(self, ident: int, nbytes: int) -> None:
+        self.ident = ident
+        self.nbytes = nbytes
+        fd = os.memfd_create("rankmesh-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            seal(fd)
+            self.memory = mmap.mmap(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd
+        self.address = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
+        self.free: list[tuple[int, int]] = [(0, nbytes)]
+        weakref.finalize(self, os.close, fd)
+
+    def take(self, nbytes: int) -> int:
+        """The offset of a free block, or -1."""
+        for at, (start, length) in enumerate(self.free):
+            if length >= nbytes:
+                if length == nbytes:
+                    del self.free[at]
+                else:
+                    self.free[at] = (start + nbytes, length - nbytes)
+                return start
+        return -1
+
+    def give(self, start: int, nbytes: int) -> None:
+        stretches = sorted([*self.free, (start, nbytes)])
+        self.free = [stretches[0]]
+        for start, length in stretches[1:]:
+            last, before = self.free[-1]
+            if last + before == start:
+                self.free[-1] = (last, before + length)
+            else:
+                self.free.append((start, length))
+
+    @property
+    def empty(self) -> bool:
+        return self.free == [(0, self.nbytes)]
+
+
+class Arena:
+    """See the module's text. `forgotten(ident)` is called when a segment goes, so that those who map it let go too."""
+
+    def __init__(self, forgotten: Callable[[int], None]) -> None:
+        self._forgotten = forgotten
+        self._lock = threading.Lock()
+        self._segments: dict[int, _Segment] = {}
+        self._returned: deque[tuple[int, int, int]] = deque()
+        self._last = 0
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
+        """An array like numpy.empty's. Raises OSError where there is no such memory."""
+        kind = np.dtype(dtype)
+        count = math.prod(shape) if isinstance(shape, tuple) else shape
+        nbytes = count * kind.itemsize
+        block = -(-nbytes // PAGE) * PAGE
+        with self._lock:
+            self._take_in()
+            segment, start = self._find(block)
+        owner = np.frombuffer(segment.memory, np.uint8, nbytes, start)
+        # Every view of the array refers to `owner`: numpy follows bases down to it, and no further.
+        weakref.finalize(owner, self._returned.append, (segment.ident, start, block)).atexit = False
+        return owner.view(kind).reshape(shape)
+
+    def locate(self, view: memoryview) -> Spot | None:
+        """Where these bytes lie, if they lie here."""
+        if not self._segments:
+            return None
+        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        for segment in list(self._segments.values()):
+            if segment.address <= address < segment.address + segment.nbytes:
+                return Spot(segment.ident, address - segment.address)
+        return None
+
+    def descriptor(self, ident: int) -> tuple[int, int]:
+        """A segment's descriptor, which stays the arena's, and its size."""
+        segment = self._segments[ident]
+        return segment.fd, segment.nbytes
+
+    def _find(self, nbytes: int) -> tuple[_Segment, int]:
+        for segment in self._segments.values():
+            start = segment.take(nbytes)
+            if start >= 0:
+                return segment, start
+        self._last += 1
+        segment = _Segment(self._last, max(nbytes, SEGMENT_BYTES))
+        self._segments[segment.ident] = segment
+        return segment, segment.take(nbytes)
+
+    def _take_in(self) -> None:
+        """Blocks come back; of the segments without any, one stays."""
+        while self._returned:
+            ident, start, nbytes = self._returned.popleft()
+            self._segments[ident].give(start, nbytes)
+        idle = [segment for segment in self._segments.values() if segment.empty]
+        for segment in idle[1:]:
+            del self._segments[segment.ident]
+            self._forgotten(segment.ident)
