@@ -4,6 +4,8 @@
 # make soak      the long forms of the tests: 20,000 messages from 64 threads, 20 s of computing, …
 # make fuzz      five minutes of fuzzing: the parsers, then a live endpoint over a socket
 # make bench     rankmesh beside bare sockets, gloo, MPICH and ZeroMQ, in one run (installs them into .venv-bench)
+# make bench-shm the same inside one host: shared memory beside MPICH's, and beside a plain copy
+# make bench-rpc calls beside gRPC's, RPyC's, ZeroMQ's and torch's
 # make format    rewrite the sources as ruff formats them
 # make clean     remove the environments and caches
 #
@@ -12,7 +14,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-312 test-313 lint pytest soak fuzz bench format clean debian-python debian-ip
+.PHONY: demo test test-312 test-313 lint pytest soak fuzz bench bench-shm bench-rpc format clean debian-python debian-ip
 
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -45,6 +47,12 @@ fuzz: $(VENV)/installed-dev
 
 bench: .venv-bench/installed
 	.venv-bench/bin/python bench/p2p.py $(ARGS)
+
+bench-shm: .venv-bench/installed
+	.venv-bench/bin/python bench/shm.py $(ARGS)
+
+bench-rpc: .venv-bench/installed
+	.venv-bench/bin/python bench/rpc.py $(ARGS)
 
 .venv-bench/installed: pyproject.toml bench/requirements.txt | debian-python
 	@python=$(PYTHON) || exit; echo "Making .venv-bench with $$python" && "$$python" -m venv .venv-bench

@@ -239,14 +239,21 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """One measure of the run: a round of each subject takes about `seconds`, with `least` to `most` repetitions."""
+    """One measure: the command that makes a round of it, and the bounds of a round's repetitions."""
 
     measure: str
+    command: str
     nbytes: int
-    rounds: int
-    seconds: float
     least: int
     most: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Number and length of rounds. They are equal in time, not in repetitions: a slow subject does fewer."""
+
+    rounds: int
+    seconds: float
 
 
 def _rotated(names: list[str], by: int) -> list[str]:
@@ -254,14 +261,16 @@ def _rotated(names: list[str], by: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def run_interleaved(plan: Plan, worlds: Mapping[str, World], progress: Callable[[str], None]) -> list[Result]:
+def run_interleaved(
+    plan: Plan, effort: Effort, worlds: Mapping[str, World], progress: Callable[[str], None]
+) -> list[Result]:
     """Rounds of A, B, C, then of B, C, A and so on, so that a disturbance or a drift meets everybody alike."""
     results = {name: Result(name, plan.measure, plan.nbytes) for name in worlds}
     counts: dict[str, int] = {}
 
     def attempt(name: str, count: int) -> Reply | None:
         try:
-            return worlds[name].call(plan.measure, nbytes=plan.nbytes, count=count)[0]
+            return worlds[name].call(plan.command, nbytes=plan.nbytes, count=count)[0]
         except SubjectFailed as failure:
             results[name].failure = str(failure)
             return None
@@ -273,11 +282,11 @@ def run_interleaved(plan: Plan, worlds: Mapping[str, World], progress: Callable[
             reply = None if results[name].failure else attempt(name, count)
             if reply is not None:
                 per_item = min(per_item, reply["seconds"] / reply["count"])
-                count = min(plan.most, max(plan.least, int(plan.seconds / per_item)))
+                count = min(plan.most, max(plan.least, int(effort.seconds / per_item)))
         counts[name] = count
-    for number in range(plan.rounds):
+    for number in range(effort.rounds):
         for name in _rotated(list(worlds), number):
-            progress(f"{plan.measure} {plan.nbytes} B: round {number + 1} of {plan.rounds}, {name}")
+            progress(f"{plan.measure} {plan.nbytes} B: round {number + 1} of {effort.rounds}, {name}")
             reply = None if results[name].failure else attempt(name, counts[name])
             if reply is not None:
                 results[name].rounds.append(reply)

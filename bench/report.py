@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -11,35 +11,61 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness import Result
-from scenarios import IDLE, OVERSUBSCRIBED
-from subjects import BANDWIDTH, ENTRIES, PINGPONG, RANKMESH, RATE
-
-SWEEP = "sweep"
+from subjects import ENTRIES
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The figure by which a measure is judged."""
+    """What is read from a round: its key in the reply, and how to take it."""
 
     key: str
-    title: str
     unit: str
     higher_is_better: bool
 
 
-FIGURES = {
-    PINGPONG: Figure("p50_us", "64 B ping-pong", "µs", higher_is_better=False),
-    BANDWIDTH: Figure("gb_per_s", "64 MiB one way", "GB/s", higher_is_better=True),
-    RATE: Figure("per_s", "64 B messages one way", "1/s", higher_is_better=True),
-    IDLE: Figure("cpu_percent", "CPU, idle, 8 peers", "%", higher_is_better=False),
-    OVERSUBSCRIBED: Figure("p50_us", "64 B ping-pong, 4 ranks on 2 cores", "µs", higher_is_better=False),
-}
+P50 = Figure("p50_us", "µs", higher_is_better=False)
+P99 = Figure("p99_us", "µs", higher_is_better=False)
+PER_HOP = Figure("hop_us", "µs", higher_is_better=False)
+BANDWIDTH = Figure("gb_per_s", "GB/s", higher_is_better=True)
+PER_SECOND = Figure("per_s", "1/s", higher_is_better=True)
+CPU = Figure("cpu_percent", "%", higher_is_better=False)
 
-#: Issue 2, "What it must show": rankmesh divided by its reference; for idle CPU, which has none, the percentage itself.
-TARGETS = {PINGPONG: 2.0, BANDWIDTH: 0.9, RATE: 0.5, IDLE: 1.0, OVERSUBSCRIBED: 3.0}
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of subjects."""
+
+    title: str
+    measure: str
+    figure: Figure
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of an issue's "What it must show": the subject's figure divided by the best of its references'.
+
+    Without references the figure itself is compared with `bound`.
+    """
+
+    title: str
+    measure: str
+    figure: Figure
+    bound: float
+    subject: str
+    references: tuple[str, ...] = ()
+
+    @property
+    def bound_text(self) -> str:
+        relation = "≥" if self.figure.higher_is_better else "≤"
+        return f"{relation} {self.bound:g}{self.value_unit}"
+
+    @property
+    def value_unit(self) -> str:
+        return "×" if self.references else f" {self.figure.unit}"
+
 
 COLUMNS_OF_VERDICTS: tuple[tuple[str, Literal["left", "right"]], ...] = (
-    ("measure", "left"),
+    ("what", "left"),
     ("rankmesh", "right"),
     ("reference", "right"),
     ("which", "left"),
@@ -54,71 +80,59 @@ STYLES = {"PASS": "green", "MISS": "red", "—": "yellow"}
 class Verdict:
     """One target beside what was measured. `value` is compared; it is None when there was nothing to compare."""
 
-    measure: str
+    target: Target
     measured: float | None
     reference: float | None
     reference_subject: str
     value: float | None
     value_range: tuple[float, float] | None
-    target: float
     verdict: str
     reason: str = ""
 
 
-def judge(results: Sequence[Result]) -> list[Verdict]:
+def judge(targets: Iterable[Target], results: Sequence[Result]) -> list[Verdict]:
     """A verdict for each target whose measure was run."""
     verdicts = []
-    for measure in TARGETS:
-        of_measure = [result for result in results if result.measure == measure]
-        if of_measure:
-            subject, reference = _contenders(measure, of_measure)
-            verdicts.append(_verdict(measure, subject, reference))
+    for target in targets:
+        by_subject = {result.subject: result for result in results if result.measure == target.measure}
+        if by_subject:
+            verdicts.append(_verdict(target, by_subject.get(target.subject), _best(target, by_subject)))
     return verdicts
 
 
-def _contenders(measure: str, results: Sequence[Result]) -> tuple[Result | None, Result | None]:
-    """rankmesh's result, and the fastest of those that count as its reference."""
-    if measure == IDLE:
-        return results[0], None
-    if measure == OVERSUBSCRIBED:
-        alone, crowded = results
-        return crowded, alone
-    figure = FIGURES[measure]
-    subject = next((result for result in results if result.subject == RANKMESH), None)
-    references = [result for result in results if result.rounds and measure in ENTRIES[result.subject].reference_in]
-    sign = -1 if figure.higher_is_better else 1
-    return subject, min(references, key=lambda result: sign * (result.median(figure.key) or 0.0), default=None)
+def _best(target: Target, by_subject: Mapping[str, Result]) -> Result | None:
+    """The best of those that count as the reference."""
+    references = [by_subject[name] for name in target.references if name in by_subject and by_subject[name].rounds]
+    sign = -1 if target.figure.higher_is_better else 1
+    return min(references, key=lambda result: sign * (result.median(target.figure.key) or 0.0), default=None)
 
 
-def _verdict(measure: str, subject: Result | None, reference: Result | None) -> Verdict:
-    figure, target = FIGURES[measure], TARGETS[measure]
+def _verdict(target: Target, subject: Result | None, reference: Result | None) -> Verdict:
+    figure = target.figure
     measured = subject.median(figure.key) if subject else None
     base = reference.median(figure.key) if reference else None
-    value = measured if measure == IDLE else measured / base if measured and base else None
+    value = measured if not target.references else measured / base if measured and base else None
     if value is None:
-        verdict, reason = "—", _why_missing(subject, reference)
+        verdict, reason = "—", _why_missing(target, subject)
     else:
-        met = value >= target if figure.higher_is_better else value <= target
+        met = value >= target.bound if figure.higher_is_better else value <= target.bound
         verdict, reason = ("PASS" if met else "MISS"), ""
     return Verdict(
-        measure=measure,
+        target=target,
         measured=measured,
         reference=base,
         reference_subject=reference.subject if reference else "",
         value=value,
         value_range=_ratio_range(figure.key, subject, reference),
-        target=target,
         verdict=verdict,
         reason=reason,
     )
 
 
-def _why_missing(subject: Result | None, reference: Result | None) -> str:
+def _why_missing(target: Target, subject: Result | None) -> str:
     if subject is None:
-        return "rankmesh was not among the subjects"
-    if not subject.rounds:
-        return f"rankmesh: {subject.failure}"
-    return "no reference was measured" if reference is None else f"{reference.subject}: {reference.failure}"
+        return f"{target.subject} was not among the subjects"
+    return subject.failure if not subject.rounds else f"not measured: {', '.join(target.references)}"
 
 
 def _ratio_range(key: str, subject: Result | None, reference: Result | None) -> tuple[float, float] | None:
@@ -152,52 +166,44 @@ def with_spread(result: Result | None, key: str) -> str:
     return f"{number(result.median(key))} [dim]({least} – {greatest})[/dim]"
 
 
-def subjects_table(results: Sequence[Result], notes: dict[str, str], rounds: int) -> Table:
-    """A row per subject in `notes`: the three measures side by side, and its version or why it has no figures."""
-    table = Table(title=f"Two processes pinned to two cores: medians of {rounds} interleaved rounds (least – greatest)")
+def subjects_table(title: str, columns: Sequence[Column], results: Sequence[Result], notes: dict[str, str]) -> Table:
+    """A row per subject in `notes`: its figures, and its version or why it has none."""
+    table = Table(title=title)
     table.add_column("subject", no_wrap=True)
-    for title in ("64 B ping-pong\np50, µs", "\np99, µs", "64 MiB one way\nGB/s", "64 B one way\nmessages/s"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("note")
     by_place = {(result.subject, result.measure): result for result in results}
+    shown = [column for column in columns if any(column.measure == measure for _, measure in by_place)]
+    for column in shown:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    table.add_column("note")
     for name, note in notes.items():
-        table.add_row(
-            ENTRIES[name].title,
-            with_spread(by_place.get((name, PINGPONG)), "p50_us"),
-            with_spread(by_place.get((name, PINGPONG)), "p99_us"),
-            with_spread(by_place.get((name, BANDWIDTH)), "gb_per_s"),
-            with_spread(by_place.get((name, RATE)), "per_s"),
-            escape(note),
-            style="bold" if name == RANKMESH else "",
-        )
+        cells = (with_spread(by_place.get((name, column.measure)), column.figure.key) for column in shown)
+        table.add_row(ENTRIES[name].title, *cells, escape(note), style="bold" if ENTRIES[name].ours else "")
     return table
 
 
-def verdicts_table(verdicts: Iterable[Verdict]) -> Table:
+def verdicts_table(title: str, verdicts: Iterable[Verdict]) -> Table:
     """rankmesh beside its reference, the ratio beside the target."""
-    table = Table(title="rankmesh against the targets of issue 2")
-    for title, justify in COLUMNS_OF_VERDICTS:
-        table.add_column(title, justify=justify)
+    table = Table(title=title)
+    for name, justify in COLUMNS_OF_VERDICTS:
+        table.add_column(name, justify=justify)
     for verdict in verdicts:
-        figure = FIGURES[verdict.measure]
-        relation = "≥" if figure.higher_is_better else "≤"
-        unit = f" {figure.unit}" if verdict.measure == IDLE else "×"
+        target = verdict.target
         spread = "" if verdict.value_range is None else " ({} – {})".format(*map(number, verdict.value_range))
         table.add_row(
-            figure.title,
-            with_unit(verdict.measured, figure.unit),
-            with_unit(verdict.reference, figure.unit) if verdict.reference_subject else "",
+            target.title,
+            with_unit(verdict.measured, target.figure.unit),
+            with_unit(verdict.reference, target.figure.unit) if verdict.reference_subject else "",
             verdict.reference_subject,
-            "—" if verdict.value is None else f"{number(verdict.value)}{unit}[dim]{spread}[/dim]",
-            f"{relation} {verdict.target:g}{unit}",
+            "—" if verdict.value is None else f"{number(verdict.value)}{target.value_unit}[dim]{spread}[/dim]",
+            target.bound_text,
             f"[{STYLES[verdict.verdict]}]{verdict.verdict}[/] {escape(verdict.reason)}".strip(),
         )
     return table
 
 
 def sweep_table(results: Sequence[Result]) -> Table:
-    """Ping-pong at every size: round trip in µs, and GB/s of payload moved one way at a time."""
-    table = Table(title="Ping-pong by size: median round trip, µs (GB/s in each direction)")
+    """Round trips at every size: in µs, and GB/s of payload moved one way at a time."""
+    table = Table(title="Round trip by size: median, µs (GB/s in each direction)")
     table.add_column("bytes", justify="right")
     subjects = list(dict.fromkeys(result.subject for result in results))
     for name in subjects:
@@ -206,16 +212,15 @@ def sweep_table(results: Sequence[Result]) -> Table:
     for nbytes in dict.fromkeys(result.nbytes for result in results):
         cells = []
         for name in subjects:
-            microseconds = by_place[name, nbytes].median("p50_us")
-            rate = None if microseconds is None else 2e-3 * nbytes / microseconds
-            cells.append(f"{number(microseconds)} [dim]({number(rate)})[/dim]")
+            result = by_place[name, nbytes]
+            cells.append(f"{number(result.median('p50_us'))} [dim]({number(result.median('gb_per_s'))})[/dim]")
         table.add_row(f"{nbytes:,}", *cells)
     return table
 
 
-def as_json(results: Sequence[Result]) -> dict[str, Any]:
+def as_json(results: Sequence[Result], verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Every round of every subject, and the verdicts."""
     return {
         "results": [asdict(result) for result in results],
-        "targets": [asdict(verdict) for verdict in judge(results)],
+        "targets": [asdict(verdict) for verdict in verdicts],
     }

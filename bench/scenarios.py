@@ -1,27 +1,35 @@
-"""What only rankmesh is asked to show: CPU while idle, and a ping-pong on a machine with more ranks than cores."""
+"""What needs worlds of its own, of other sizes and not pinned: idle CPU, and more ranks than cores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 from harness import Plan, Result, SubjectFailed, World, run_interleaved
-from subjects import PINGPONG, RANKMESH
+from session import Session
 
 IDLE, OVERSUBSCRIBED = "idle", "oversubscribed"
 IDLE_PEERS = 8
+IDLE_SECONDS, QUICK_IDLE_SECONDS = 10.0, 2.0
 OVERSUBSCRIBED_RANKS = 4
+#: The names of the two worlds in the oversubscribed ping-pong.
+PAIR, CROWD = "rankmesh-tcp, 2 ranks, unpinned", f"rankmesh-tcp, {OVERSUBSCRIBED_RANKS} ranks, unpinned"
+PINGPONG_UNPINNED = Plan(OVERSUBSCRIBED, "pingpong", 64, least=200, most=50_000)
+RANKMESH = "rankmesh-tcp"
 
-Progress = Callable[[str], None]
+Scenario = Callable[[Session], Iterable[Result]]
 
 
-def idle_cpu(seconds: float, progress: Progress) -> Result:
+def idle_cpu(session: Session) -> Iterable[Result]:
     """Rank 0 does nothing with 8 connected peers, in 8 processes, each waiting in a receive. Nobody is pinned.
 
     The one round has rank 0's `cpu_percent`, and as `waiting_cpu_percent` that of the busiest of the waiting peers.
     """
+    if RANKMESH not in session.subjects:
+        return []
     result = Result(RANKMESH, IDLE, 0)
-    progress(f"{IDLE}: {IDLE_PEERS} peers for {seconds:.0f} s")
+    seconds = QUICK_IDLE_SECONDS if session.quick else IDLE_SECONDS
+    session.progress(f"{IDLE}: {IDLE_PEERS} peers for {seconds:.0f} s")
     try:
         with World(RANKMESH, 1 + IDLE_PEERS, cores=()) as world:
             hub, *waiting = world.call("idle", seconds=seconds, timeout=seconds + 60)
@@ -29,19 +37,28 @@ def idle_cpu(seconds: float, progress: Progress) -> Result:
         result.failure = str(failure)
     else:
         result.rounds.append({**hub, "waiting_cpu_percent": max(reply["cpu_percent"] for reply in waiting)})
-    return result
+    return [result]
 
 
-def oversubscribed_pingpong(plan: Plan, progress: Progress) -> tuple[Result, Result]:
-    """Unpinned ping-pong of ranks 0 and 1: in a world of 2, and in one of 4 whose other ranks wait in a receive."""
-    plan = replace(plan, measure=PINGPONG)
-    two, four = "2 ranks", f"{OVERSUBSCRIBED_RANKS} ranks"
-    progress(f"{OVERSUBSCRIBED}: starting")
+def oversubscribed_pingpong(session: Session) -> Iterable[Result]:
+    """Ping-pong of ranks 0 and 1: in a world of 2, and in one of 4 whose other ranks wait in a receive."""
+    if RANKMESH not in session.subjects:
+        return []
+    session.progress(f"{OVERSUBSCRIBED}: starting")
     try:
         with World(RANKMESH, 2, cores=()) as pair, World(RANKMESH, OVERSUBSCRIBED_RANKS, cores=()) as crowd:
-            alone, crowded = run_interleaved(plan, {two: pair, four: crowd}, progress)
+            return run_interleaved(PINGPONG_UNPINNED, session.effort, {PAIR: pair, CROWD: crowd}, session.progress)
     except SubjectFailed as failure:
-        alone, crowded = (Result(name, PINGPONG, plan.nbytes, failure=str(failure)) for name in (two, four))
-    for result in (alone, crowded):
-        result.subject, result.measure = f"{RANKMESH}, {result.subject}, unpinned", OVERSUBSCRIBED
-    return alone, crowded
+        return [Result(name, OVERSUBSCRIBED, PINGPONG_UNPINNED.nbytes, failure=str(failure)) for name in (PAIR, CROWD)]
+
+
+def ring(plan: Plan, size: int, names: tuple[str, ...]) -> Scenario:
+    """The ring of `size` ranks, each of them allowed on all cores."""
+
+    def run(session: Session) -> Iterable[Result]:
+        taking_part = [name for name in names if name in session.subjects]
+        with ExitStack() as stack:
+            worlds = session.start_worlds(stack, [plan], taking_part, size, cores=())
+            return run_interleaved(plan, session.effort, worlds, session.progress)
+
+    return run

@@ -11,46 +11,56 @@ from dataclasses import dataclass, field
 
 from subjects.base import Subject
 
-#: The measures every pair of processes can be asked for.
-PINGPONG, BANDWIDTH, RATE = "pingpong", "bandwidth", "rate"
-ALL_MEASURES = (PINGPONG, BANDWIDTH, RATE)
-
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table: where its code is, how its processes start, and in which measures it takes part."""
+    """A row of the table: where its code is, and how its processes start."""
 
     name: str
     title: str
     #: "file:class" in this folder.
     code: str
-    measures: tuple[str, ...] = ALL_MEASURES
-    #: Measures in which it is the reference; of several references the fastest counts.
-    reference_in: tuple[str, ...] = ()
     #: Started by the MPI wheel's own `mpiexec` rather than directly.
     mpiexec: bool = False
     env: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith("rankmesh")
 
-RANKMESH = "rankmesh"
 
 #: MPICH's wheel speaks UCX; this leaves it TCP only, also between processes of one host.
 MPICH_TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 
-#: A polled socket's measures, and those in which it is the reference.
-REFERENCE_PINGPONG = ((PINGPONG,), (PINGPONG,))
+#: TensorPipe looks the host's name up and binds to that address, unless it is told an interface.
+TORCH_RPC = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("socket-try", "bare socket, polled by try recv_into", "sockets:TryPolledSocket", *REFERENCE_PINGPONG),
-        Entry("socket-epoll", "bare socket, polled by epoll.poll(0)", "sockets:EpollPolledSocket", *REFERENCE_PINGPONG),
-        Entry("socket", "bare socket, blocking", "sockets:BlockingSocket", ALL_MEASURES, (BANDWIDTH, RATE)),
-        Entry(RANKMESH, "rankmesh tcp://", "rankmesh_tcp:RankmeshTcp"),
+        Entry("copyto", "np.copyto inside one process", "copyto:CopyTo"),
+        Entry("socket-try", "bare socket, polled by try recv_into", "sockets:TryPolledSocket"),
+        Entry("socket-epoll", "bare socket, polled by epoll.poll(0)", "sockets:EpollPolledSocket"),
+        Entry("socket", "bare socket, blocking", "sockets:BlockingSocket"),
+        Entry("rankmesh-tcp", "rankmesh tcp://", "rankmesh_messages:RankmeshTcp"),
+        Entry("rankmesh-shm", "rankmesh, shared memory", "rankmesh_messages:RankmeshShm"),
+        Entry("rankmesh-arena", "rankmesh, arrays of mesh.empty()", "rankmesh_messages:RankmeshArena"),
         Entry("gloo", "gloo (torch.distributed)", "gloo:Gloo", env={"GLOO_SOCKET_IFNAME": "lo"}),
         Entry("mpi", "mpi4py + MPICH, shared memory", "mpi:Mpi", mpiexec=True),
         Entry("mpi-tcp", "mpi4py + MPICH, TCP only", "mpi:Mpi", mpiexec=True, env=MPICH_TCP_ONLY),
         Entry("zmq", "pyzmq PAIR over tcp", "zeromq:ZmqPair"),
+        Entry("zmq-ipc", "pyzmq PAIR over ipc", "zeromq:ZmqPairIpc"),
+        Entry("rankmesh-inline", "rankmesh tcp://, inline", "rankmesh_calls:InlineTcp"),
+        Entry("rankmesh-pooled", "rankmesh tcp://, pooled", "rankmesh_calls:PooledTcp"),
+        Entry("rankmesh-shm-inline", "rankmesh, shared memory, inline", "rankmesh_calls:InlineShm"),
+        Entry("rankmesh-shm-pooled", "rankmesh, shared memory, pooled", "rankmesh_calls:PooledShm"),
+        Entry("grpc", "grpcio, threads", "grpc_calls:Grpc"),
+        Entry("grpc-aio", "grpcio, asyncio", "grpc_calls:GrpcAio"),
+        Entry("rpyc", "RPyC", "rpyc_calls:Rpyc"),
+        Entry("zmq-req", "pyzmq REQ/REP over tcp", "zeromq_calls:ZmqReqRep"),
+        Entry("zmq-dealer", "pyzmq DEALER/ROUTER over tcp", "zeromq_calls:ZmqDealerRouter"),
+        Entry("torch-rpc", "torch.distributed.rpc", "torch_rpc:TorchRpc", env=TORCH_RPC),
+        Entry("torch-rpc-tcp", "torch.distributed.rpc, TCP only", "torch_rpc:TorchRpcTcp", env=TORCH_RPC),
     )
 }
 

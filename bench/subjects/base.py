@@ -1,8 +1,8 @@
-"""The interface of a subject, and the loops that all subjects share.
+"""The interfaces of subjects, and the loops that all subjects of a kind share.
 
 Rules that make the figures comparable:
-- The loops below are the measurement. A subject provides `sender` and `receiver`, callables that lead into its library
-  with as little Python in between as possible (a bound method or a `functools.partial`, not a wrapper function).
+- The loops below and in measures/ are the measurement. A subject provides callables that lead into its library with as
+  little Python in between as possible (a bound method or a `functools.partial`, not a wrapper function).
 - Only bare sockets override a loop: they are the reference and shall be as fast as Python can be without a library.
 - Every message lands in memory the caller named, which was written to before; contents are checked outside the timed
   part.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Verb = Callable[[Any], object]
+Call = Callable[[Any], Any]
 
 HOST = "127.0.0.1"
 #: Seconds a subject may take to connect its processes to each other.
@@ -27,7 +29,7 @@ OPEN_TIMEOUT = 30.0
 
 
 class Subject(ABC):
-    """One process's side of a pair (rankmesh: of a world). Used by one thread."""
+    """One process's side of a pair or a world. Used by one thread."""
 
     @abstractmethod
     def open(self, rank: int, size: int, port: int) -> None:
@@ -38,6 +40,17 @@ class Subject(ABC):
         """Release everything `open` made."""
 
     @abstractmethod
+    def version(self) -> str:
+        """The library and its version, for the report. Asked after `open`."""
+
+    def check(self) -> None:  # noqa: B027 - most subjects have nothing to be doubted
+        """Asked after each measure: raise if what was measured is not what the row's title says."""
+
+
+class Messenger(Subject):
+    """Sends and receives messages."""
+
+    @abstractmethod
     def sender(self, peer: int) -> Verb:
         """A callable that sends one buffer to `peer`."""
 
@@ -45,9 +58,9 @@ class Subject(ABC):
     def receiver(self, peer: int) -> Verb:
         """A callable that fills one buffer with the next message of `peer`."""
 
-    @abstractmethod
-    def version(self) -> str:
-        """The library and its version, for the report."""
+    def allocate(self, nbytes: int) -> Bytes:
+        """Memory for a large message, written to."""
+        return np.ones(nbytes, np.uint8)
 
     def buffer(self, array: Bytes) -> Any:
         """The same memory as the library likes to be given it."""
@@ -55,21 +68,11 @@ class Subject(ABC):
 
     def ping(self, peer: int, out: Any, into: Any, count: int) -> list[int]:
         """Nanoseconds of each of `count` round trips."""
-        send, recv, clock = self.sender(peer), self.receiver(peer), time.perf_counter_ns
-        samples = [0] * count
-        for i in range(count):
-            began = clock()
-            send(out)
-            recv(into)
-            samples[i] = clock() - began
-        return samples
+        return time_round_trips(self.sender(peer), self.receiver(peer), out, into, count)
 
     def echo(self, peer: int, into: Any, count: int) -> None:
         """The other side of `ping`."""
-        send, recv = self.sender(peer), self.receiver(peer)
-        for _ in range(count):
-            recv(into)
-            send(into)
+        relay(self.receiver(peer), self.sender(peer), into, count)
 
     def send_each(self, peer: int, message: Any, count: int) -> None:
         """One call of the library per message, nothing awaited in between."""
@@ -82,3 +85,69 @@ class Subject(ABC):
         recv = self.receiver(peer)
         for _ in range(count):
             recv(into)
+
+
+class Copier(Subject):
+    """Copies memory inside one process: what moving data costs where nobody is to be told of it."""
+
+    @abstractmethod
+    def copy(self, out: Bytes, source: Bytes) -> object:
+        """Copy all of `source` into `out`."""
+
+
+class Caller(Subject):
+    """Calls a function of another process that returns its argument. Rank 1 serves it in threads of its own from `open`
+    to `close`; rank 0 calls."""
+
+    @abstractmethod
+    def caller(self) -> Call:
+        """A callable that makes one call and returns its result."""
+
+    def array(self, array: Bytes) -> Any:
+        """A large array in the form in which the library carries it best. Small payloads are `bytes` for everybody."""
+        return array.tobytes()
+
+    def time_calls(self, payload: Any, count: int) -> tuple[list[int], Any]:
+        """Nanoseconds of each of `count` calls, one after the other, and the last result."""
+        call, clock = self.caller(), time.perf_counter_ns
+        samples, result = [0] * count, None
+        for i in range(count):
+            began = clock()
+            result = call(payload)
+            samples[i] = clock() - began
+        return samples, result
+
+    def call_in_flight(self, payload: Any, count: int, window: int) -> Any:
+        """Make `count` calls, of which up to `window` are under way at a time; return the last result."""
+        raise NotImplementedError(f"{type(self).__name__} has one call at a time.")
+
+
+def keep_in_flight(start: Call, finish: Call, payload: Any, count: int, window: int) -> Any:
+    """`call_in_flight` for libraries whose call can be started and finished apart: the oldest is awaited first."""
+    flying = deque(start(payload) for _ in range(min(window, count)))
+    for _ in range(count - len(flying)):
+        finish(flying.popleft())
+        flying.append(start(payload))
+    result = None
+    while flying:
+        result = finish(flying.popleft())
+    return result
+
+
+def time_round_trips(send: Verb, recv: Verb, out: Any, into: Any, count: int) -> list[int]:
+    """Nanoseconds of each of `count` messages until an answer is there: from the same peer, or round a ring."""
+    clock = time.perf_counter_ns
+    samples = [0] * count
+    for i in range(count):
+        began = clock()
+        send(out)
+        recv(into)
+        samples[i] = clock() - began
+    return samples
+
+
+def relay(recv: Verb, send: Verb, into: Any, count: int) -> None:
+    """Pass on what comes, `count` times: back, or to the next in a ring."""
+    for _ in range(count):
+        recv(into)
+        send(into)

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from subjects.base import HOST, OPEN_TIMEOUT, Bytes, Subject, Verb
+from subjects.base import HOST, OPEN_TIMEOUT, Bytes, Messenger, Verb
 
 
-class Gloo(Subject):
+class Gloo(Messenger):
     def open(self, rank: int, size: int, port: int) -> None:
         torch.set_num_threads(1)
         dist.init_process_group(

@@ -7,12 +7,12 @@ from functools import partial
 import mpi4py
 from mpi4py import MPI
 
-from subjects.base import Subject, Verb
+from subjects.base import Messenger, Verb
 
 TAG = 7
 
 
-class Mpi(Subject):
+class Mpi(Messenger):
     def open(self, rank: int, size: int, port: int) -> None:
         self.comm = MPI.COMM_WORLD
         if (self.comm.rank, self.comm.size) != (rank, size):

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from subjects.base import HOST, OPEN_TIMEOUT, Bytes, Subject, Verb
+from subjects.base import HOST, OPEN_TIMEOUT, Bytes, Messenger, Verb
 
 #: How much the receiver of the message-rate measure asks the kernel for at once.
 DRAIN_BYTES = 64 * 1024
@@ -48,7 +48,7 @@ def check_open(nbytes: int) -> int:
     return nbytes
 
 
-class BlockingSocket(Subject):
+class BlockingSocket(Messenger):
     """`sendall`, and `recv_into` until the message is complete."""
 
     def open(self, rank: int, size: int, port: int) -> None:

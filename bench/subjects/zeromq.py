@@ -1,4 +1,4 @@
-"""pyzmq: a PAIR of sockets over tcp, received into the caller's memory like everybody else's messages.
+"""pyzmq: a PAIR of sockets, received into the caller's memory like everybody else's messages.
 
 `copy=False` lets pyzmq send large buffers in place; below its own threshold of 64 KiB it copies, which is faster there.
 """
@@ -9,19 +9,23 @@ from functools import partial
 
 import zmq
 
-from subjects.base import HOST, Subject, Verb
+from subjects.base import HOST, Messenger, Verb
 
 
-class ZmqPair(Subject):
+class ZmqPair(Messenger):
+    """Over tcp."""
+
+    def address(self, port: int) -> str:
+        return f"tcp://{HOST}:{port}"
+
     def open(self, rank: int, size: int, port: int) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sock = self.context.socket(zmq.PAIR)
         self.sock.linger = 0
-        address = f"tcp://{HOST}:{port}"
         if rank == 0:
-            self.sock.bind(address)
+            self.sock.bind(self.address(port))
         else:
-            self.sock.connect(address)
+            self.sock.connect(self.address(port))
 
     def close(self) -> None:
         self.sock.close()
@@ -35,3 +39,10 @@ class ZmqPair(Subject):
 
     def receiver(self, peer: int) -> Verb:
         return self.sock.recv_into
+
+
+class ZmqPairIpc(ZmqPair):
+    """Over a Unix socket, what ZeroMQ has for processes of one host."""
+
+    def address(self, port: int) -> str:
+        return f"ipc://@rankmesh-bench-{port}"  # @: an abstract name, no file to leave behind
