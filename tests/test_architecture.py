@@ -30,6 +30,7 @@ TIERS: dict[str, list[str]] = {
     "L3 services": [
         "rankmesh.rpc", "rankmesh.memory", "rankmesh.collectives", "rankmesh.membership", "rankmesh.topology",
     ],
+    "L4 node": ["rankmesh.node"],
     "L4 mesh": ["rankmesh.mesh"],
     "L4 public names": ["rankmesh"],
     "L5 integrations": ["rankmesh.torch", "rankmesh.ray", "rankmesh.launch"],

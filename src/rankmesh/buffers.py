@@ -6,6 +6,8 @@ passes, and what cannot be viewed that way is refused with the reason.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -132,3 +134,40 @@ class BufferPool:
     @classmethod
     def size_class(cls, nbytes: int) -> int:
         return max(cls.SMALLEST, 1 << (nbytes - 1).bit_length()) if nbytes > 0 else cls.SMALLEST
+
+
+class RecyclingPool:
+    """Large buffers that come back by themselves once nothing refers to them any more, bounded in bytes.
+
+    Fresh memory costs its pages: for tens of MiB as much as moving the bytes does. `take` gives a view; when the last
+    slice of it and the last array over it are gone, its memory is kept for the next `take` of the size class, or let go
+    where more than `limit` bytes would be kept. Small ones are not kept. May be used by all threads at once.
+    """
+
+    SMALLEST = 1024 * 1024
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._free: dict[int, deque[np.ndarray[Any, Any]]] = {}
+
+    @property
+    def held(self) -> int:
+        """Bytes kept for the next takes."""
+        return sum(size * len(free) for size, free in list(self._free.items()))
+
+    def take(self, nbytes: int) -> memoryview:
+        if nbytes < self.SMALLEST:
+            return fresh(nbytes)
+        size = BufferPool.size_class(nbytes)
+        try:
+            memory = self._free.setdefault(size, deque()).pop()
+        except IndexError:
+            memory = np.empty(size, np.uint8)
+        lent = memory[:nbytes]  # every slice and array over it keeps this object; the memory itself is ours
+        weakref.finalize(lent, self._give, memory).atexit = False
+        return lent.data
+
+    def _give(self, memory: np.ndarray[Any, Any]) -> None:
+        """May run wherever an object dies, so it takes no lock: the bound may be overstepped by a buffer per thread."""
+        if self.held + memory.nbytes <= self.limit:
+            self._free[memory.nbytes].append(memory)

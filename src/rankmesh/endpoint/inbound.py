@@ -28,6 +28,8 @@ Header = tuple[int, ...]
 
 _unpack_from = HEADER.unpack_from
 _EAGER: Final = int(Kind.EAGER)
+#: What a frame of this kind would be announced with.
+_RPC_FLAG: Final = {int(Kind.REQUEST): int(Flag.REQUEST), int(Kind.REPLY): int(Flag.REPLY)}
 
 #: What a frame counts for in a turn, in bytes: handling a small one takes far longer than reading it.
 FRAME_COST: Final = 4096
@@ -64,7 +66,7 @@ class Inbound:
             Kind.PING: self._on_ping,
             Kind.CREDIT: self._on_credit,
             Kind.CONTROL: self._on_control,
-            Kind.GOODBYE: self._on_goodbye,
+            Kind.GOODBYE: self._on_control,
             Kind.EAGER: self._on_eager,
             Kind.ANNOUNCE: self._on_announce,
             Kind.GRANT: self._on_grant,
@@ -72,8 +74,8 @@ class Inbound:
             Kind.WITHDRAW: self._on_withdraw,
             Kind.DATA: self._on_data,
             Kind.ABORT: self._on_abort,
-            Kind.REQUEST: self._on_request,
-            Kind.REPLY: self._on_reply,
+            Kind.REQUEST: self._on_rpc,
+            Kind.REPLY: self._on_rpc,
         }
 
     def attach(self, link: Link) -> None:
@@ -86,6 +88,7 @@ class Inbound:
         self._parser = Parser(limits.payloads())
         self._staging = self._parser.staging
         self._eager_limit = config.eager_bytes
+        self._rpc_limit = HEADER_BYTES + config.eager_bytes
         self.calm = True
         self._credit = CreditIn(config.lane_credit_bytes, config.peer_credit_bytes)
         self.heard = True
@@ -138,6 +141,12 @@ class Inbound:
                             receive.arrived(self._index, tag, nbytes)
                             return
                         self._matcher.repost(receive)
+                elif kind in _RPC_FLAG and got == HEADER_BYTES + nbytes <= self._rpc_limit and version == VERSION:
+                    self.heard = True
+                    self.frames += 1
+                    self.bytes += nbytes
+                    self._router.on_rpc(flags & ~RPC | _RPC_FLAG[kind], group, tag, staging[HEADER_BYTES:got], False)
+                    return
             self.read(got)
         except BlockingIOError:
             return
@@ -252,9 +261,6 @@ class Inbound:
         self._with_payload(header, lambda _, payload: self._router.outbound.on_credit(payload))
 
     def _on_control(self, header: Header) -> None:
-        self._with_payload(header, lambda _, payload: self._router.on_control(decode_control(payload)))
-
-    def _on_goodbye(self, header: Header) -> None:
         self._with_payload(header, lambda _, payload: self._router.on_control(decode_control(payload)))
 
     def _on_grant(self, header: Header) -> None:
@@ -406,7 +412,7 @@ class Inbound:
         _, _, flags, group, tag, ident, _, nbytes = header
         if self._link is None:
             return False
-        self._incoming[ident] = Landing(self, None, nbytes, group, tag, ident, flags, fresh(nbytes))
+        self._incoming[ident] = Landing(self, None, nbytes, group, tag, ident, flags, self._hub.rpc_pool.take(nbytes))
         self._router.outbound.control(Kind.GRANT, ident)
         return True
 
@@ -439,7 +445,7 @@ class Inbound:
         if landing.flags & RPC:
             self._hub.rpc_landed(landing)
             if landing.view is not None:
-                self._router.on_rpc(landing.flags, landing.group, landing.tag, landing.view)
+                self._router.on_rpc(landing.flags, landing.group, landing.tag, landing.view, True)
         elif landing.receive is not None:
             landing.receive.arrived(self._router.index, landing.tag, landing.nbytes)
 
@@ -487,13 +493,9 @@ class Inbound:
 
     # ------------------------------------------------------------------ RPC
 
-    def _on_request(self, header: Header) -> None:
-        self._with_payload(header, self._rpc_here)
-
-    def _on_reply(self, header: Header) -> None:
+    def _on_rpc(self, header: Header) -> None:
         self._with_payload(header, self._rpc_here)
 
     def _rpc_here(self, header: Header, payload: memoryview) -> None:
-        flags = header[2] & ~RPC | (Flag.REQUEST if header[1] == Kind.REQUEST else Flag.REPLY)
         self.bytes += payload.nbytes
-        self._router.on_rpc(flags, header[3], header[4], payload)
+        self._router.on_rpc(header[2] & ~RPC | _RPC_FLAG[header[1]], header[3], header[4], payload, False)

@@ -20,6 +20,8 @@ paid off (`Spin`).
 5. **Fairness.** Python's locks are unfair. Whoever finds the lock taken says so in `contenders`; a leader that sees
 contenders stops
    polling, and a caller that sees them steps aside for a moment after its call.
+6. **Users' code** (callbacks, inline handlers of RPC) runs on whichever thread leaves the lock next, when nobody leads
+   and without the lock: it may use the endpoint as it likes. A leader that sees some stops polling and runs it.
 
 Handlers, timers and `Work._finish` run with the lock held and must not block. Users' callbacks run without it
 (`defer`). Readiness is level-triggered, so an event that a deposed leader ignored is seen by the next.
@@ -190,7 +192,7 @@ class Engine:
                         hint = work.hint
                         if hint is not None and self._drives % SWEEP:
                             for _ in HINTED:
-                                if not hint.calm:
+                                if not hint.calm or self.deferred:
                                     break
                                 hint.read_one()
                                 if work.finished:
@@ -215,7 +217,7 @@ class Engine:
                             elif now >= end:
                                 spin.miss()
                                 break
-                            if self.contenders:
+                            if self.contenders or self.deferred:
                                 break
                     self._block(work, deadline)
                 finally:
