@@ -95,7 +95,7 @@ def test_late_reply_finds_nobody_and_harms_nothing(medium: Medium) -> None:
         with right.hub.engine:
             reply(router, ident, b"too late")
         assert bytes(client.request(peer, ECHO, b"now", "ask", timeout=SOON).payload) == b"now"
-        assert peer.router.requests == {}  # type: ignore[union-attr]
+        assert peer.router.requests == {}
 
 
 def test_requests_pass_messages_that_nobody_receives(medium: Medium) -> None:
@@ -123,7 +123,7 @@ def test_request_over_the_limit_is_refused(medium: Medium) -> None:
         with pytest.raises(UsageError, match="max_rpc_bytes"):
             client.request(peer, ECHO, bytes(MIB + 1), "ask", timeout=SOON)
         assert client.request(peer, ECHO, bytes(MIB), "ask", timeout=SOON).payload.nbytes == MIB
-        assert peer.router.requests == {}  # type: ignore[union-attr]
+        assert peer.router.requests == {}
 
 
 def test_end_of_the_server_ends_requests(medium: Medium) -> None:

@@ -311,10 +311,12 @@ class Endpoint:
 
     # ------------------------------------------------------------------ services
 
-    def attach(self, service: int, handler: Service, agent: Agent) -> None:
-        """Serve requests to `service`, and let `agent` know of peers that end. With the engine's lock."""
+    def attach(self, service: int, handler: Service, prompt: Service, agent: Agent) -> None:
+        """Serve requests to `service` (those that come alone by `prompt`), and let `agent` know of peers that end. With
+        the engine's lock."""
         self.hub.check_open()
         self.hub.services[service] = handler
+        self.hub.prompt_services[service] = prompt
         self.hub.agents.append(agent)
 
     def request(self, peer: Peer, service: int, body: bytes, op: str, timeout: float | None = None) -> Reply:

@@ -68,6 +68,8 @@ class Hub:
         #: Memory of messages that came before their receive, used again: as much as one sender may have lying here.
         self.pool = BufferPool(config.peer_credit_bytes)
         self.services: dict[int, Service] = {}
+        #: The same, for requests that came alone: these may step down from the lead to run users' code.
+        self.prompt_services: dict[int, Service] = {}
         self.agents: list[Agent] = []
         #: Replies that came for requests given up before.
         self.late_replies = 0

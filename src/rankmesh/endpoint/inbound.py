@@ -145,7 +145,7 @@ class Inbound:
                     self.heard = True
                     self.frames += 1
                     self.bytes += nbytes
-                    self._router.on_rpc(flags & ~RPC | _RPC_FLAG[kind], group, tag, staging[HEADER_BYTES:got], False)
+                    self._router.on_lone_rpc(flags & ~RPC | _RPC_FLAG[kind], group, tag, staging[HEADER_BYTES:got])
                     return
             self.read(got)
         except BlockingIOError:

@@ -20,8 +20,9 @@ paid off (`Spin`).
 5. **Fairness.** Python's locks are unfair. Whoever finds the lock taken says so in `contenders`; a leader that sees
 contenders stops
    polling, and a caller that sees them steps aside for a moment after its call.
-6. **Users' code** (callbacks, inline handlers of RPC) runs on whichever thread leaves the lock next, when nobody leads
-   and without the lock: it may use the endpoint as it likes. A leader that sees some stops polling and runs it.
+6. **Users' code** (callbacks, inline handlers of RPC) runs when nobody leads and without the lock: it may use the
+   endpoint as it likes. It is deferred to whoever leaves the lock next, and a leader that sees some stops polling and
+   runs it; or a leader steps down in the middle of its round, runs it, and steps up again.
 
 Handlers, timers and `Work._finish` run with the lock held and must not block. Users' callbacks run without it
 (`defer`). Readiness is level-triggered, so an event that a deposed leader ignored is seen by the next.
@@ -161,6 +162,20 @@ class Engine:
     def defer(self, callback: Callable[[], None]) -> None:
         """Run a user's callback soon, without the lock."""
         self.deferred.append(callback)
+
+    def step_down(self) -> object | None:
+        """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
+        `step_up`: it must not keep anything in its hands that others may change meanwhile."""
+        leader, self.leader = self.leader, None
+        self.lock.release()
+        return leader
+
+    def step_up(self, leader: object | None) -> None:
+        """Take the lock again, and the lead if nobody waits with it."""
+        if not self.lock.acquire(False):
+            self.acquire()
+        if self.leader is None or self.leader is self._background_marker:
+            self.leader = leader
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any
@@ -385,8 +400,17 @@ class Engine:
                 if now >= self._timers.next:
                     self._timers.run(now)
                     continue
-                if self.deferred:
-                    return  # users' callbacks run while nobody leads
+                if self.deferred:  # users' code runs while nobody leads
+                    self.leader = None
+                    self.lock.release()
+                    try:
+                        self._run_deferred()
+                    finally:
+                        self.acquire()
+                    if self._taken():
+                        return
+                    self.leader = marker
+                    continue
                 if self._spin.worthwhile() and self._poll_in_background():
                     continue
                 self.lock.release()
@@ -399,6 +423,10 @@ class Engine:
         finally:
             if self.leader is marker:
                 self.leader = None
+
+    def _taken(self) -> bool:
+        """Somebody took the lead, or the end came, while the lock was free."""
+        return self.leader is not None or self.closed
 
     def _poll_in_background(self) -> bool:
         """Poll for the next event after one was served. The lock is free between polls: user threads come first."""

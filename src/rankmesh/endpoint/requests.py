@@ -67,6 +67,15 @@ class Conversation:
         else:
             request.replied(flags, service, payload, owned)
 
+    def on_lone_rpc(self, flags: int, service: int, ident: int, payload: memoryview) -> None:
+        """Like `on_rpc`, for one that came alone: whoever read it has nothing else in hand."""
+        if flags & _REQUEST:
+            handler = self.hub.prompt_services.get(service)
+            if handler is not None:
+                handler(self, ident, payload, False)  # type: ignore[arg-type]  # the two Routers are all there are
+                return
+        self.on_rpc(flags, service, ident, payload, False)
+
     def reply(self, ident: int, parts: list[memoryview], nbytes: int, failed: bool = False, service: int = 0) -> None:
         """Answer a request."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
+from rankmesh.codec import pack_plain
 from rankmesh.endpoint import Endpoint, Peer, Work
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import InvalidMessage, PeerLost, UsageError
@@ -23,7 +24,7 @@ from rankmesh.rpc.context import current, outgoing_trace
 from rankmesh.rpc.hooks import CallInfo, Hook, Hooks
 from rankmesh.rpc.opening import Opened, OpenedChannel
 from rankmesh.rpc.producing import Streams
-from rankmesh.rpc.protocol import NAME_LIMIT, SERVICE, Bit, Body, Kind, arguments, item, request
+from rankmesh.rpc.protocol import NAME_LIMIT, SERVICE, Bit, Body, Kind, arguments, item, plain_prefix, request
 from rankmesh.rpc.refs import Ref, RefHandle, References
 from rankmesh.rpc.registry import Function
 from rankmesh.rpc.server import Server
@@ -38,6 +39,8 @@ To = int | Peer | Endpoint
 
 #: Seconds that a call whose server was lost may spend on reaching it again, out of its own time.
 RECONNECT: Final = 5.0
+#: Beginnings of calls that are kept: a program calls few functions, with few timeouts.
+PREFIXES: Final = 1024
 
 
 class RpcAgent:
@@ -56,9 +59,12 @@ class RpcAgent:
         Streams(self._server)
         #: Functions whose results said that they are idempotent: only these are worth a second attempt.
         self._idempotent: set[str] = set()
+        self._learn = self._idempotent.add
+        #: (function, timeout) → how a plain call of it begins.
+        self._prefixes: dict[tuple[str, float], bytes] = {}
         #: Peer that was lost → its successor, by which it was reached again.
         self._successors: dict[Peer, Peer] = {}
-        endpoint.attach(SERVICE, self._server.on_request, self)
+        endpoint.attach(SERVICE, self._server.on_request, self._server.on_lone_request, self)
 
     # ------------------------------------------------------------------ offering functions
 
@@ -151,13 +157,15 @@ class RpcAgent:
         Raises what the function raised, as RemoteError and, where it was a builtin exception, as that; FunctionNotFound;
         InvalidMessage for arguments that do not fit; DeadlineError; PeerLost; NoConnection; BusyError.
         """
-        call = self._make(self._router(to), function, args, kwargs, timeout, out, returns)
+        call = self._make(self._router(to), function, args, kwargs, timeout)
+        if out is not None or returns is not None:
+            call.out, call.returns = out, returns
         try:
             return call.complete()
         except PeerLost as lost:
             if function not in self._idempotent or isinstance(to, int):
                 raise
-            return self._retry(to, function, args, kwargs, call, lost, out, returns)
+            return self._retry(to, function, args, kwargs, call, lost)
 
     def call_async(
         self,
@@ -172,7 +180,9 @@ class RpcAgent:
     ) -> Work[Any]:
         """Like `call`, without waiting: a Work, to wait for, await or cancel. Arrays among the arguments belong to it
         until it is done. It is not tried again after a lost connection."""
-        call = self._make(self._router(to), function, args, kwargs, timeout, out, returns)
+        call = self._make(self._router(to), function, args, kwargs, timeout)
+        if out is not None or returns is not None:
+            call.out, call.returns = out, returns
         call.begin()
         return call
 
@@ -213,8 +223,7 @@ class RpcAgent:
         targets: list[To] = list(range(len(self._ranks or ()))) if to is None else list(to)
         works = []
         for target in targets:
-            call = self._make(self._router(target), function, args, kwargs, timeout, None, None)
-            works.append((target, call))
+            works.append((target, self._make(self._router(target), function, args, kwargs, timeout)))
         return Broadcast(self._hub.engine, works)
 
     def call_fn(
@@ -226,7 +235,7 @@ class RpcAgent:
             raise UsageError("call_fn() sends a function by pickle. Set Config.allow_pickle on both sides.")
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         router = self._router(to)
-        return self._make(router, name, (fn, *args), kwargs, timeout, None, None, Bit.SHIPPED).complete()
+        return self._make(router, name, (fn, *args), kwargs, timeout, Bit.SHIPPED).complete()
 
     # ------------------------------------------------------------------ references
 
@@ -234,15 +243,16 @@ class RpcAgent:
         """Call a function and leave its result where it is: a reference to it, whose methods can be called, and whose
         value can be fetched. The object lives there until the last reference is let go of, or its holder is gone."""
         router = self._router(to)
-        number = self._make(router, function, args, kwargs, timeout, None, int, Bit.KEEP).complete()
-        return Ref(self, router, number)
+        call = self._make(router, function, args, kwargs, timeout, Bit.KEEP)
+        call.returns = int
+        return Ref(self, router, call.complete())
 
     def adopt(self, handle: RefHandle, timeout: float | None = None) -> Ref:
         """A reference of one's own, from the `handle` of somebody else's. Its giver keeps his until then."""
         for peer in self._known_peers():
             if peer.uid == handle.owner:
                 router = peer.router
-                self._make(router, References.HOLD, (handle.number,), {}, timeout, None, None).complete()
+                self._make(router, References.HOLD, (handle.number,), {}, timeout).complete()
                 return Ref(self, router, handle.number)
         raise UsageError("The owner of this reference is not connected. Connect to it first.")
 
@@ -269,6 +279,7 @@ class RpcAgent:
                 "calls_waiting": sum(len(router.requests) for router in self._hub.routers.values()),
                 "serving": server.items,
                 "serving_bytes": server.nbytes,
+                "served": server.served,
                 "threads": server.pool.threads,
                 "late_replies": self._hub.late_replies,
                 "references": len(self._refs),
@@ -298,7 +309,7 @@ class RpcAgent:
     # ------------------------------------------------------------------ how a call is made
 
     def _router(self, to: To) -> Router:
-        if type(to) is int:
+        if isinstance(to, int):
             ranks = self._ranks
             if ranks is None:
                 raise UsageError("An endpoint without ranks calls a Peer, not a number. Pass what connect() returned.")
@@ -354,15 +365,23 @@ class RpcAgent:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None,
-        out: Any,
-        returns: Any,
         flags: int = 0,
     ) -> Call:
+        if timeout is None:
+            timeout = self._config.timeout
+        if current.get() is None and not kwargs and not flags and not self._hooks.active:  # the short way, written out
+            prefix = self._prefixes.get((function, timeout))
+            plain = pack_plain(args)
+            if plain is not None and prefix is not None and not outgoing_trace():
+                request = prefix + plain
+                return Call(router, function, [request], len(request), timeout, self._learn)
         seconds = self._timeout(timeout)
-        if self._hooks:
-            return self._make_hooked(router, function, args, kwargs, seconds, out, returns, flags)
+        if self._hooks.active:
+            return self._make_hooked(router, function, args, kwargs, seconds, flags)
+        if len(self._prefixes) < PREFIXES:
+            self._prefixes[function, timeout] = plain_prefix(Kind.CALL, function.encode(), timeout)
         parts, nbytes = self._request(Kind.CALL, router, function, args, kwargs, seconds, flags)
-        return Call(router, function, parts, nbytes, seconds, out, returns, self._idempotent.add)
+        return Call(router, function, parts, nbytes, seconds, self._learn)
 
     def _make_hooked(
         self,
@@ -371,8 +390,6 @@ class RpcAgent:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         seconds: float,
-        out: Any,
-        returns: Any,
         flags: int,
     ) -> Call:
         info = CallInfo(router.peer, function, seconds, outgoing_trace())
@@ -381,7 +398,7 @@ class RpcAgent:
             body = arguments(args, kwargs, self._may_pickle(router))
             trace = info.trace_context()
             parts, nbytes = request(Kind.CALL, body, function.encode()[:NAME_LIMIT], seconds, flags, trace)
-            call = Call(router, function, parts, nbytes, seconds, out, returns, self._idempotent.add)
+            call = Call(router, function, parts, nbytes, seconds, self._learn)
         except BaseException as error:
             ended(error)
             raise
@@ -403,8 +420,6 @@ class RpcAgent:
         kwargs: dict[str, Any],
         call: Call,
         lost: PeerLost,
-        out: Any,
-        returns: Any,
     ) -> Any:
         """Once more, over a new connection, if the function is idempotent there too."""
         remaining = call.began + call.timeout - monotonic()
@@ -415,7 +430,8 @@ class RpcAgent:
             successor = self._endpoint.connect({"addresses": addresses}, min(remaining, RECONNECT))
             self._successors[to] = successor
             remaining = call.began + call.timeout - monotonic()
-            again = self._make(successor.router, function, args, kwargs, remaining, out, returns, Bit.RETRY)
+            again = self._make(successor.router, function, args, kwargs, remaining, Bit.RETRY)
+            again.out, again.returns = call.out, call.returns
             return again.complete()
         except InvalidMessage as refused:
             if "not idempotent" in refused.message:

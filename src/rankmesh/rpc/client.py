@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from rankmesh.buffers import readable, writable
+from rankmesh.codec import unpack_plain
 from rankmesh.endpoint.outbound import JOIN_BYTES, SEND_COST
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.transfers import Send
@@ -37,6 +38,7 @@ from rankmesh.errors import (
     remote_error,
 )
 from rankmesh.rpc.protocol import (
+    REPLY,
     SERVICE,
     Bit,
     Failure,
@@ -51,6 +53,8 @@ from rankmesh.rpc.protocol import (
 from rankmesh.wire.header import Flag
 from rankmesh.wire.header import Kind as FrameKind
 
+_REPLY_BYTES: Final = REPLY.size
+_PLAIN_RESULT: Final = REPLY.pack(Kind.RESULT, 0, REPLY.size, 0)
 _REQUEST: Final = int(FrameKind.REQUEST)
 _REQUEST_FLAG: Final = int(Flag.REQUEST)
 _FAILURE: Final = Kind.FAILURE
@@ -84,6 +88,7 @@ class Outgoing(Work[Any]):
 
     what = "call of"
     tag: int | None = None
+    ident = 0
     _carrier: Carrier | None = None
 
     def __init__(self, router: Router, name: str, timeout: float) -> None:
@@ -94,7 +99,6 @@ class Outgoing(Work[Any]):
         self.name = name
         self.timeout = timeout
         self.began = monotonic()
-        self.ident = 0
 
     @property
     def op(self) -> str:  # type: ignore[override]  # a text that only errors need
@@ -105,20 +109,23 @@ class Outgoing(Work[Any]):
 
     def send(self, parts: list[Part], nbytes: int) -> None:
         """Send the request. With the lock."""
-        router = self.router
-        router.hub.check_open()
+        router, hub = self.router, self.router.hub
+        if hub.closed:
+            hub.check_open()
         if router.gone:
             raise router.lost_error(self.op, None)
         requests = router.requests
-        if len(requests) * SEND_COST >= router.hub.config.send_queue_bytes:
+        if len(requests) * SEND_COST >= hub.config.send_queue_bytes:
             raise BusyError(
                 f"{len(requests)} calls to {self.peer} are under way already, as many as Config.send_queue_bytes "
-                f"({router.hub.config.send_queue_bytes}) allows."
+                f"({hub.config.send_queue_bytes}) allows."
             )
-        self.ident = ident = router.outbound.new_ident()
+        outbound = router.outbound
+        self.ident = ident = outbound.new_ident()
         requests[ident] = self
         try:
-            self.transmit(parts, nbytes)
+            if len(parts) != 1 or not outbound.send_rpc(_REQUEST, 0, SERVICE, ident, parts[0]):
+                self.transmit(parts, nbytes)
         except BaseException:
             requests.pop(ident, None)
             raise
@@ -204,9 +211,13 @@ class Notice(Outgoing):
 class Call(Outgoing):
     """A call that waits for its result."""
 
+    # Defaults on the class, as in Work: what most calls never set costs them nothing.
     _reply: Any = None
     _foreign = False
     _pause = _AGAIN[0]
+    #: Where, and as what, the caller wants the result.
+    out: Any = None
+    returns: Any = None
 
     def __init__(
         self,
@@ -215,15 +226,18 @@ class Call(Outgoing):
         parts: list[Part],
         nbytes: int,
         timeout: float,
-        out: Any,
-        returns: Any,
         learn: Callable[[str], object],
     ) -> None:
-        super().__init__(router, name, timeout)
+        # Outgoing.__init__, written out
+        self._engine = router.engine
+        self.router = router
+        self.peer = router.peer
+        self.name = name
+        self.timeout = timeout
+        self.began = monotonic()
         self._parts = parts
         self._nbytes = nbytes
-        self._out = out
-        self._returns = returns
+        #: Told the name of a function that says it is idempotent.
         self._learn = learn
 
     def begin(self) -> None:
@@ -250,9 +264,24 @@ class Call(Outgoing):
             engine.lock.release()
             if engine.deferred or engine.contenders:
                 engine.after_release()
+        if self._reply is None and self._error is None:
+            return self._value
         return self.outcome()
 
     def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
+        if payload[:_REPLY_BYTES] == _PLAIN_RESULT and service == SERVICE and self.returns is None and self.out is None:
+            try:
+                (self._value,) = unpack_plain(payload[_REPLY_BYTES:])  # the short way: no copy, decoded right here
+            except (CodecError, ValueError):
+                pass  # the general way tells what is wrong
+            else:
+                del self.router.requests[self.ident]
+                self._parts = []
+                if self.parker is None and self._callbacks is None:
+                    self.finished = True
+                else:
+                    self._end()
+                return
         if not owned:
             payload = bytearray(payload)  # type: ignore[assignment]  # as good as a view, and arrays in it are writable
         if service != SERVICE:
@@ -325,7 +354,8 @@ class Call(Outgoing):
             if kind == Kind.RESULT:
                 if flags & Bit.IDEMPOTENT:
                     self._learn(self.name)
-                self._value = self._land(read_item(flags, body, self.router.hub.config.allow_pickle))
+                value = read_item(flags, body, self.router.hub.config.allow_pickle)
+                self._value = value if self.returns is None and self.out is None else self._land(value)
             elif kind == _FAILURE:
                 raise self.failure(body)
             else:
@@ -346,14 +376,14 @@ class Call(Outgoing):
 
     def _land(self, value: Any) -> Any:
         """The result where and as what the caller wants it."""
-        if self._returns is not None:
+        if self.returns is not None:
             try:
-                value = msgspec.convert(value, self._returns)
+                value = msgspec.convert(value, self.returns)
             except (msgspec.MsgspecError, TypeError, ValueError) as error:
-                raise CodecError(f"it is not a {self._returns}: {error}.", hint="Ask for what it returns.") from error
-        if self._out is not None:
-            _copy_into(self._out, value)
-            return self._out
+                raise CodecError(f"it is not a {self.returns}: {error}.", hint="Ask for what it returns.") from error
+        if self.out is not None:
+            _copy_into(self.out, value)
+            return self.out
         return value
 
 

@@ -64,20 +64,25 @@ class Hook:
         """The handler ended, or was refused."""
 
 
+_NONE: tuple[Hook, ...] = ()
+
+
 class Hooks:
     """The hooks of one agent, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._hooks: tuple[Hook, ...] = ()
+        self._hooks: tuple[Hook, ...] = _NONE
 
-    def __bool__(self) -> bool:
-        return bool(self._hooks) or trace.active is not None
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to tell calls to."""
+        return self._hooks is not _NONE or trace.active is not None
 
     def add(self, hook: Hook) -> None:
         self._hooks = (*self._hooks, hook)
 
     def remove(self, hook: Hook) -> None:
-        self._hooks = tuple(other for other in self._hooks if other is not hook)
+        self._hooks = tuple(other for other in self._hooks if other is not hook) or _NONE
 
     def calling(self, info: CallInfo) -> Callable[[BaseException | None], None]:
         """Before a call; what it returns is called with its outcome. Raises what a hook raises."""

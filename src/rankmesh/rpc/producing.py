@@ -237,7 +237,7 @@ def _credit(call: CallContext, head: RequestHead, body: memoryview, owned: bool)
 
 def _item(call: CallContext, head: RequestHead, body: memoryview, owned: bool) -> None:
     if isinstance(call.state, Conversing):
-        call.state.inbox.put(_number(head), head.flags, body, owned)
+        call.state.inbox.put(_number(head), head[1], body, owned)
 
 
 def _end(call: CallContext, head: RequestHead, body: memoryview, owned: bool) -> None:
@@ -246,6 +246,6 @@ def _end(call: CallContext, head: RequestHead, body: memoryview, owned: bool) ->
 
 
 def _number(head: RequestHead) -> int:
-    if head.seconds > 2**53:
+    if head[5] > 2**53:
         raise InvalidMessage("An item's number is not a number.")
-    return int(head.seconds)
+    return int(head[5])

@@ -258,26 +258,37 @@ def read_release(body: memoryview) -> list[int]:
     return [number for (number,) in AMOUNT.iter_unpack(body)]
 
 
-class RequestHead(NamedTuple):
-    kind: int
-    flags: int
-    name: bytes
-    trace: bytes
-    body_at: int
-    seconds: float
+def plain_prefix(kind: int, name: bytes, seconds: float) -> bytes:
+    """How a request of a plain body begins, without a trace."""
+    return REQUEST.pack(kind, 0, len(name), 0, REQUEST.size + len(name), seconds) + name
+
+
+def plain_result(value: object, flags: int) -> bytes | None:
+    """The reply that carries a plain value; None: it needs `reply`."""
+    plain = codec.pack_plain((value,))
+    return None if plain is None else _PLAIN_RESULT[flags] + plain
+
+
+_PLAIN_RESULT: Final = {flags: REPLY.pack(Kind.RESULT, flags, REPLY.size, 0) for flags in (0, Bit.IDEMPOTENT)}
+
+
+#: Kind, flags, name, trace, where the body starts, and seconds (or the item's number).
+RequestHead = tuple[int, int, bytes, bytes, int, float]
+
+_REQUEST_BYTES: Final = REQUEST.size
+_unpack_request: Final = REQUEST.unpack_from
 
 
 def read_request(payload: memoryview) -> RequestHead:
     """Raises InvalidMessage."""
-    if len(payload) < REQUEST.size:
+    if len(payload) < _REQUEST_BYTES:
         raise malformed(f"a request of {len(payload)} bytes")
-    kind, flags, name, trace, body_at, seconds = REQUEST.unpack_from(payload)
-    named = REQUEST.size + name
+    kind, flags, name, trace, body_at, seconds = _unpack_request(payload)
+    named = _REQUEST_BYTES + name
     if name > NAME_LIMIT or trace > TRACE_LIMIT or not named + trace <= body_at <= len(payload) or not seconds >= 0:
         raise malformed("a request whose parts do not fit")
-    return RequestHead(
-        kind, flags, bytes(payload[REQUEST.size : named]), bytes(payload[named : named + trace]), body_at, seconds
-    )
+    name = bytes(payload[_REQUEST_BYTES:named])
+    return kind, flags, name, bytes(payload[named : named + trace]) if trace else b"", body_at, seconds
 
 
 def read_reply(payload: memoryview) -> tuple[int, int, int, int]:

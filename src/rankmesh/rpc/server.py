@@ -16,6 +16,7 @@ cancelled, is in `running` under (peer, ident) until it is answered; it counts f
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 import traceback
 from collections import Counter, deque
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
+from rankmesh.codec import unpack_plain
 from rankmesh.endpoint.hub import Hub
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import JOIN_BYTES
@@ -34,6 +36,7 @@ from rankmesh.rpc.hooks import Hooks
 from rankmesh.rpc.pool import Pool
 from rankmesh.rpc.protocol import (
     ALIGNMENT,
+    REQUEST,
     SERVICE,
     Bit,
     Body,
@@ -42,6 +45,7 @@ from rankmesh.rpc.protocol import (
     Why,
     failure,
     item,
+    plain_result,
     read_arguments,
     read_request,
     reply,
@@ -55,6 +59,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rankmesh")
 
+_CALL: Final = Kind.CALL
+_IDEMPOTENT: Final = Bit.IDEMPOTENT
+_NOTHING: Final = b""
+_REQUEST_BYTES: Final = REQUEST.size
+_unpack_request: Final = REQUEST.unpack_from
 _REPLY: Final = int(FrameKind.REPLY)
 _REPLY_FLAG: Final = int(Flag.REPLY)
 #: Inline calls answered together.
@@ -88,13 +97,17 @@ class Server:
         self.config = hub.config
         self.hooks = hooks
         self.registry = Registry()
+        self._functions = self.registry.functions
         self.pool = Pool(hub.engine, hub.config.rpc_threads)
         self._loop: Loop | None = None
         self._loop_lock = threading.Lock()
         self.running: dict[tuple[int, int], CallContext] = {}
         self.items = 0
         self.nbytes = 0
-        #: How calls ended: served, failed, busy, invalid, late, …
+        self._most_items = hub.config.rpc_queue_items
+        self._most_bytes = hub.config.rpc_queue_bytes
+        #: Calls that handlers ran for; and how those ended that were refused or raised.
+        self.served = 0
         self.outcomes: Counter[str] = Counter()
         self._inline: deque[CallContext] = deque()
         self.keep: Callable[[CallContext, Any], int]
@@ -126,7 +139,7 @@ class Server:
     def on_request(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
         try:
             head = read_request(payload)
-            if head.kind in self.takes:
+            if head[0] <= Kind.CHANNEL:
                 self._admit(router, ident, head, payload, owned)
             else:
                 self._aside(router, ident, head, payload, owned)
@@ -136,6 +149,51 @@ class Server:
             if payload[0] != Kind.NOTIFY:
                 self.refuse(router, ident, refusal)
 
+    def on_lone_request(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
+        """The hot path, written out: a plain call of an inline function, which runs right here. All else, and all that
+        is wrong with it, goes the general way."""
+        try:
+            kind, flags, name, trace, body_at, seconds = _unpack_request(payload)
+            start = _REQUEST_BYTES + name
+            function = self._functions.get(bytes(payload[_REQUEST_BYTES:start]))
+            if (
+                function is None
+                or not function.inline
+                or kind != _CALL
+                or flags
+                or trace
+                or body_at != start
+                or not seconds > 0
+                or self.hub.closed
+                or self.hooks.active
+            ):
+                self.on_request(router, ident, payload, owned)
+                return
+            args = unpack_plain(payload[start:])
+            function.check(args, {})
+        except (struct.error, CodecError, InvalidMessage):
+            self.on_request(router, ident, payload, owned)
+            return
+        call = CallContext(router, ident, kind, 0, function.name, function, monotonic() + seconds, _NOTHING, b"")
+        engine = self.engine
+        leader = engine.step_down()
+        token = current.set(call)
+        interrupt: BaseException | None = None
+        try:
+            value = function.fn(*args)
+            plain = plain_result(value, _IDEMPOTENT if function.idempotent else 0)
+            answer = self.result(call, value) if plain is None else ([plain], len(plain))
+        except BaseException as error:  # noqa: BLE001  # whatever a handler raises is told to its caller
+            answer = self.raised(call, error)
+            interrupt = error if isinstance(error, KeyboardInterrupt) else None
+        finally:
+            current.reset(token)
+            engine.step_up(leader)
+        self.served += 1
+        self.transmit(router, ident, *answer)
+        if interrupt is not None:  # Ctrl-C reached the thread that happened to run the handler: it is that thread's
+            raise interrupt
+
     def _admit(self, router: Router, ident: int, head: RequestHead, payload: memoryview, owned: bool) -> None:
         """A call that begins."""
         kind, flags, key, trace, body_at, seconds = head
@@ -143,26 +201,31 @@ class Server:
         if flags & (Bit.SHIPPED | Bit.RETRY) or function is None:
             function = self._unusual(flags, key, function)
         nbytes = len(payload)
-        if self.items >= self.config.rpc_queue_items or (
-            self.items and self.nbytes + nbytes > self.config.rpc_queue_bytes
-        ):
+        items = self.items
+        if items and (items >= self._most_items or self.nbytes + nbytes > self._most_bytes):
             raise self._full()
-        if (router.index, ident) in self.running:
-            raise Refusal(Why.INVALID, f"Call {ident} is under way already.")
         body: Any = payload[body_at:] if owned else bytearray(payload[body_at:])
         name = function.name if function is not None else key.decode(errors="replace")
         call = CallContext(router, ident, kind, flags, name, function, monotonic() + seconds, body, trace)
-        call.counted = nbytes + REQUEST_COST
-        self.items += 1
-        self.nbytes += call.counted
+        call.counted = nbytes = nbytes + REQUEST_COST
+        self.items = items + 1
+        self.nbytes += nbytes
         if function is not None and function.inline and kind <= Kind.NOTIFY:
             self._inline.append(call)
             if len(self._inline) == 1:
                 self.engine.deferred.append(self._run_inline)
             return
-        self.running[router.index, ident] = call
+        self._start(call)
+
+    def _start(self, call: CallContext) -> None:
+        """Hand a call that takes its time to whatever runs it."""
+        place = (call.router.index, call.ident)
+        take = self.takes.get(call.kind)
         try:
-            self.takes[kind](call)
+            if take is None or place in self.running:
+                raise Refusal(Why.INVALID, f"Call {call.ident} is under way already, or of an unknown kind.")
+            self.running[place] = call
+            take(call)
         except Refusal as refusal:
             self.finish(call, refusal.answer(), refusal.why)
 
@@ -191,13 +254,13 @@ class Server:
 
     def _aside(self, router: Router, ident: int, head: RequestHead, payload: memoryview, owned: bool) -> None:
         """A message about a call under way; one that has ended is none of its business any more."""
-        body = payload[head.body_at :]
-        if head.kind == Kind.RELEASE:
+        body = payload[head[4] :]
+        if head[0] == Kind.RELEASE:
             self.released(router, body)
             return
-        act = self.about.get(head.kind)
+        act = self.about.get(head[0])
         if act is None:
-            raise InvalidMessage(f"A request of kind {head.kind} is unknown.")
+            raise InvalidMessage(f"A request of kind {head[0]} is unknown.")
         call = self.running.get((router.index, ident))
         if call is not None:
             act(call, head, body, owned)
@@ -296,7 +359,7 @@ class Server:
         try:
             function, args, kwargs = self.prepare(call)
             token = current.set(call)
-            if self.hooks:
+            if self.hooks.active:
                 value = self._hooked(call, lambda: function(*args, **kwargs))
             else:
                 value = function(*args, **kwargs)
@@ -336,7 +399,7 @@ class Server:
 
     def begin(self, call: CallContext) -> Callable[[BaseException | None], None] | None:
         """Let the hooks see a call before its handler; what is returned is called with the outcome. Raises Refusal."""
-        if not self.hooks:
+        if not self.hooks.active:
             return None
         try:
             return self.hooks.serving(call)
@@ -358,11 +421,14 @@ class Server:
 
     def result(self, call: CallContext, value: Any) -> Answer:
         """The reply that carries a result, or says why it cannot be carried."""
+        function = call.function
+        flags = Bit.IDEMPOTENT if function is not None and function.idempotent else 0
         try:
             if call.flags & Bit.KEEP:
                 value = self.keep(call, value)
-            function = call.function
-            flags = Bit.IDEMPOTENT if function is not None and function.idempotent else 0
+            plain = plain_result(value, flags)
+            if plain is not None:
+                return [plain], len(plain)
             return reply(Kind.RESULT, self.pack(call, value), flags)
         except Refusal as refusal:
             return refusal.answer()
@@ -396,10 +462,15 @@ class Server:
 
     def finish(self, call: CallContext, answer: Answer | None, why: str = "", more: bool = False) -> None:
         """A call has ended: free its place, and tell its caller. With the lock."""
-        self.running.pop((call.router.index, call.ident), None)
+        place = (call.router.index, call.ident)
+        if self.running.get(place) is call:
+            del self.running[place]
         self.items -= 1
         self.nbytes -= call.counted
-        self.outcomes[why or "served"] += 1
+        if why:
+            self.outcomes[why] += 1
+        else:
+            self.served += 1
         if answer is not None and call.kind != Kind.NOTIFY and not call.given_up:
             self.transmit(call.router, call.ident, *answer, more=more)
 
@@ -411,7 +482,7 @@ class Server:
         try:
             if nbytes <= JOIN_BYTES:
                 body = parts[0] if len(parts) == 1 else b"".join(parts)
-                if outbound.send_rpc(_REPLY, _REPLY_FLAG, SERVICE, ident, body, more):
+                if outbound.send_rpc(_REPLY, 0, SERVICE, ident, body, more):
                     if more or outbound.blocked:
                         outbound.check_unread(Lane.RPC)
                     return
