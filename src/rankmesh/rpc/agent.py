@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
+from rankmesh import trace
 from rankmesh.codec import pack_plain
 from rankmesh.endpoint import Endpoint, Peer, Work
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import InvalidMessage, PeerLost, UsageError
 from rankmesh.rpc.broadcast import Broadcast
 from rankmesh.rpc.client import Call, Notice
-from rankmesh.rpc.context import current, outgoing_trace
+from rankmesh.rpc.context import current, current_trace, outgoing_trace
 from rankmesh.rpc.hooks import CallInfo, Hook, Hooks
 from rankmesh.rpc.opening import Opened, OpenedChannel
 from rankmesh.rpc.producing import Streams
@@ -369,12 +370,11 @@ class RpcAgent:
     ) -> Call:
         if timeout is None:
             timeout = self._config.timeout
-        if current.get() is None and not kwargs and not flags and not self._hooks.active:  # the short way, written out
+        if not kwargs and not flags and self._is_quiet():  # the short way, written out
             prefix = self._prefixes.get((function, timeout))
-            plain = pack_plain(args)
-            if plain is not None and prefix is not None and not outgoing_trace():
-                request = prefix + plain
-                return Call(router, function, [request], len(request), timeout, self._learn)
+            if prefix is not None and (plain := pack_plain(args)) is not None:
+                plain = prefix + plain
+                return Call(router, function, [plain], len(plain), timeout, self._learn)
         seconds = self._timeout(timeout)
         if self._hooks.active:
             return self._make_hooked(router, function, args, kwargs, seconds, flags)
@@ -382,6 +382,10 @@ class RpcAgent:
             self._prefixes[function, timeout] = plain_prefix(Kind.CALL, function.encode(), timeout)
         parts, nbytes = self._request(Kind.CALL, router, function, args, kwargs, seconds, flags)
         return Call(router, function, parts, nbytes, seconds, self._learn)
+
+    def _is_quiet(self) -> bool:
+        """No handler runs this code, no hook watches, no trace is carried on."""
+        return current.get() is None and not self._hooks.hooks and trace.active is None and not current_trace.get()
 
     def _make_hooked(
         self,
@@ -396,8 +400,8 @@ class RpcAgent:
         ended = self._hooks.calling(info)
         try:
             body = arguments(args, kwargs, self._may_pickle(router))
-            trace = info.trace_context()
-            parts, nbytes = request(Kind.CALL, body, function.encode()[:NAME_LIMIT], seconds, flags, trace)
+            context = info.trace_context()
+            parts, nbytes = request(Kind.CALL, body, function.encode()[:NAME_LIMIT], seconds, flags, context)
             call = Call(router, function, parts, nbytes, seconds, self._learn)
         except BaseException as error:
             ended(error)

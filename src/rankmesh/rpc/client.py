@@ -38,6 +38,7 @@ from rankmesh.errors import (
     remote_error,
 )
 from rankmesh.rpc.protocol import (
+    PLAIN_RESULT,
     REPLY,
     SERVICE,
     Bit,
@@ -54,7 +55,7 @@ from rankmesh.wire.header import Flag
 from rankmesh.wire.header import Kind as FrameKind
 
 _REPLY_BYTES: Final = REPLY.size
-_PLAIN_RESULT: Final = REPLY.pack(Kind.RESULT, 0, REPLY.size, 0)
+_PLAIN_RESULT: Final = PLAIN_RESULT[0]
 _REQUEST: Final = int(FrameKind.REQUEST)
 _REQUEST_FLAG: Final = int(Flag.REQUEST)
 _FAILURE: Final = Kind.FAILURE

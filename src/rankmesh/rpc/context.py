@@ -25,41 +25,28 @@ if TYPE_CHECKING:
 class CallContext:
     """A call being served. `current_call()` gives it to the handler."""
 
-    __slots__ = (
-        "body", "counted", "deadline", "flags", "function", "given_up", "ident", "kind", "loop", "name", "router",
-        "state", "task", "trace",
-    )  # fmt: skip
+    # Defaults on the class: what an inline call never sets costs it nothing.
+    kind = 0
+    flags = 0
+    #: The arguments, still encoded.
+    body: Any = b""
+    trace = b""
+    given_up = False
+    #: Bytes it counts for in the server's queue.
+    counted = 0
+    #: The task of an `async def` handler, once it runs, and its loop.
+    task: asyncio.Task[Any] | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    #: The stream or channel it has become.
+    state: Any = None
 
-    def __init__(
-        self,
-        router: Router,
-        ident: int,
-        kind: int,
-        flags: int,
-        name: str,
-        function: Function | None,
-        deadline: float,
-        body: memoryview | bytes,
-        trace: bytes,
-    ) -> None:
+    def __init__(self, router: Router, ident: int, name: str, function: Function | None, deadline: float) -> None:
         self.router = router
         self.ident = ident
-        self.kind = kind
-        self.flags = flags
         #: The name it was called by.
         self.name = name
         self.function = function
         self.deadline = deadline
-        self.body: Any = body
-        self.trace = trace
-        self.given_up = False
-        #: Bytes it counts for in the server's queue.
-        self.counted = len(body)
-        #: The task of an `async def` handler, once it runs, and its loop.
-        self.task: asyncio.Task[Any] | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
-        #: The stream or channel it has become.
-        self.state: Any = None
 
     @property
     def caller(self) -> Peer:
@@ -98,7 +85,7 @@ class CallContext:
 
 
 current: ContextVar[CallContext | None] = ContextVar("rankmesh_call", default=None)
-_trace: ContextVar[bytes] = ContextVar("rankmesh_trace", default=b"")
+current_trace: ContextVar[bytes] = ContextVar("rankmesh_trace", default=b"")
 
 
 def current_call() -> CallContext:
@@ -116,16 +103,16 @@ def trace_context(traceparent: str, tracestate: str = "") -> Iterator[None]:
     text = f"{traceparent}\n{tracestate}" if tracestate else traceparent
     if not text.isascii() or len(text) > 1024:
         raise UsageError("A trace context is ASCII and has at most 1,024 characters. Shorten its tracestate.")
-    token = _trace.set(text.encode())
+    token = current_trace.set(text.encode())
     try:
         yield
     finally:
-        _trace.reset(token)
+        current_trace.reset(token)
 
 
 def outgoing_trace() -> bytes:
     """The trace context of a call made now."""
-    trace = _trace.get()
+    trace = current_trace.get()
     if not trace:
         call = current.get()
         return b"" if call is None else call.trace

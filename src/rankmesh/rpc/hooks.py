@@ -64,29 +64,26 @@ class Hook:
         """The handler ended, or was refused."""
 
 
-_NONE: tuple[Hook, ...] = ()
-
-
 class Hooks:
     """The hooks of one agent, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._hooks: tuple[Hook, ...] = _NONE
+        self.hooks: tuple[Hook, ...] = ()
 
     @property
     def active(self) -> bool:
         """Whether there is anything to tell calls to."""
-        return self._hooks is not _NONE or trace.active is not None
+        return bool(self.hooks) or trace.active is not None
 
     def add(self, hook: Hook) -> None:
-        self._hooks = (*self._hooks, hook)
+        self.hooks = (*self.hooks, hook)
 
     def remove(self, hook: Hook) -> None:
-        self._hooks = tuple(other for other in self._hooks if other is not hook) or _NONE
+        self.hooks = tuple(other for other in self.hooks if other is not hook)
 
     def calling(self, info: CallInfo) -> Callable[[BaseException | None], None]:
         """Before a call; what it returns is called with its outcome. Raises what a hook raises."""
-        hooks = self._hooks
+        hooks = self.hooks
         observer = trace.active
         token = None if observer is None else observer.started("rpc call", peer=info.peer, function=info.function)
         for hook in hooks:
@@ -101,7 +98,7 @@ class Hooks:
 
     def serving(self, call: CallContext) -> Callable[[BaseException | None], None]:
         """Before a handler runs. What it returns is called with its outcome. Raises what a hook raises."""
-        hooks = self._hooks
+        hooks = self.hooks
         observer = trace.active
         token = None if observer is None else observer.started("rpc serve", peer=call.caller, function=call.name)
 

@@ -263,13 +263,8 @@ def plain_prefix(kind: int, name: bytes, seconds: float) -> bytes:
     return REQUEST.pack(kind, 0, len(name), 0, REQUEST.size + len(name), seconds) + name
 
 
-def plain_result(value: object, flags: int) -> bytes | None:
-    """The reply that carries a plain value; None: it needs `reply`."""
-    plain = codec.pack_plain((value,))
-    return None if plain is None else _PLAIN_RESULT[flags] + plain
-
-
-_PLAIN_RESULT: Final = {flags: REPLY.pack(Kind.RESULT, flags, REPLY.size, 0) for flags in (0, Bit.IDEMPOTENT)}
+#: How a reply with a plain result begins, by its flags.
+PLAIN_RESULT: Final = {flags: REPLY.pack(Kind.RESULT, flags, REPLY.size, 0) for flags in (0, Bit.IDEMPOTENT)}
 
 
 #: Kind, flags, name, trace, where the body starts, and seconds (or the item's number).

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from rankmesh.codec import unpack_plain
+from rankmesh import trace
+from rankmesh.codec import pack_plain, unpack_plain
 from rankmesh.endpoint.hub import Hub
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import JOIN_BYTES
@@ -36,6 +37,7 @@ from rankmesh.rpc.hooks import Hooks
 from rankmesh.rpc.pool import Pool
 from rankmesh.rpc.protocol import (
     ALIGNMENT,
+    PLAIN_RESULT,
     REQUEST,
     SERVICE,
     Bit,
@@ -45,7 +47,6 @@ from rankmesh.rpc.protocol import (
     Why,
     failure,
     item,
-    plain_result,
     read_arguments,
     read_request,
     reply,
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rankmesh")
 
 _CALL: Final = Kind.CALL
-_IDEMPOTENT: Final = Bit.IDEMPOTENT
-_NOTHING: Final = b""
 _REQUEST_BYTES: Final = REQUEST.size
 _unpack_request: Final = REQUEST.unpack_from
 _REPLY: Final = int(FrameKind.REPLY)
@@ -153,7 +152,7 @@ class Server:
         """The hot path, written out: a plain call of an inline function, which runs right here. All else, and all that
         is wrong with it, goes the general way."""
         try:
-            kind, flags, name, trace, body_at, seconds = _unpack_request(payload)
+            kind, flags, name, traced, body_at, seconds = _unpack_request(payload)
             start = _REQUEST_BYTES + name
             function = self._functions.get(bytes(payload[_REQUEST_BYTES:start]))
             if (
@@ -161,11 +160,12 @@ class Server:
                 or not function.inline
                 or kind != _CALL
                 or flags
-                or trace
+                or traced
                 or body_at != start
                 or not seconds > 0
                 or self.hub.closed
-                or self.hooks.active
+                or self.hooks.hooks
+                or trace.active is not None
             ):
                 self.on_request(router, ident, payload, owned)
                 return
@@ -174,15 +174,13 @@ class Server:
         except (struct.error, CodecError, InvalidMessage):
             self.on_request(router, ident, payload, owned)
             return
-        call = CallContext(router, ident, kind, 0, function.name, function, monotonic() + seconds, _NOTHING, b"")
+        call = CallContext(router, ident, function.name, function, monotonic() + seconds)
         engine = self.engine
         leader = engine.step_down()
         token = current.set(call)
         interrupt: BaseException | None = None
         try:
-            value = function.fn(*args)
-            plain = plain_result(value, _IDEMPOTENT if function.idempotent else 0)
-            answer = self.result(call, value) if plain is None else ([plain], len(plain))
+            answer = self.result(call, function.fn(*args))
         except BaseException as error:  # noqa: BLE001  # whatever a handler raises is told to its caller
             answer = self.raised(call, error)
             interrupt = error if isinstance(error, KeyboardInterrupt) else None
@@ -190,13 +188,15 @@ class Server:
             current.reset(token)
             engine.step_up(leader)
         self.served += 1
-        self.transmit(router, ident, *answer)
+        parts, nbytes = answer
+        if router.gone or nbytes > JOIN_BYTES or not router.outbound.send_rpc(_REPLY, 0, SERVICE, ident, parts[0]):
+            self.transmit(router, ident, parts, nbytes)
         if interrupt is not None:  # Ctrl-C reached the thread that happened to run the handler: it is that thread's
             raise interrupt
 
     def _admit(self, router: Router, ident: int, head: RequestHead, payload: memoryview, owned: bool) -> None:
         """A call that begins."""
-        kind, flags, key, trace, body_at, seconds = head
+        kind, flags, key, traced, body_at, seconds = head
         function = self.registry.functions.get(key)
         if flags & (Bit.SHIPPED | Bit.RETRY) or function is None:
             function = self._unusual(flags, key, function)
@@ -206,7 +206,8 @@ class Server:
             raise self._full()
         body: Any = payload[body_at:] if owned else bytearray(payload[body_at:])
         name = function.name if function is not None else key.decode(errors="replace")
-        call = CallContext(router, ident, kind, flags, name, function, monotonic() + seconds, body, trace)
+        call = CallContext(router, ident, name, function, monotonic() + seconds)
+        call.kind, call.flags, call.body, call.trace = kind, flags, body, traced
         call.counted = nbytes = nbytes + REQUEST_COST
         self.items = items + 1
         self.nbytes += nbytes
@@ -426,8 +427,9 @@ class Server:
         try:
             if call.flags & Bit.KEEP:
                 value = self.keep(call, value)
-            plain = plain_result(value, flags)
+            plain = pack_plain((value,))
             if plain is not None:
+                plain = PLAIN_RESULT[flags] + plain
                 return [plain], len(plain)
             return reply(Kind.RESULT, self.pack(call, value), flags)
         except Refusal as refusal:
