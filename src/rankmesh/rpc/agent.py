@@ -97,8 +97,9 @@ class RpcAgent:
         `fn` may be a function, a method, a generator (a stream), an `async def` or an async generator. Its type hints
         are checked against the arguments before it runs.
 
-        `inline`: it takes microseconds, never waits, and runs on the thread that reads the network; while it runs,
-        nothing else is read. `idempotent`: it may run twice for one call; then `call` tries once more after a lost
+        `inline`: it takes microseconds, and runs on the thread that reads the network; while it runs, nothing else is
+        read. That thread is whichever waits for something of this endpoint, or the endpoint's own. So the handler may
+        use the endpoint, but must not take a lock that anybody holds around a call of rankmesh. `idempotent`: it may run twice for one call; then `call` tries once more after a lost
         connection. `channel`: it converses: its first argument is a Channel.
         """
         if fn is None:

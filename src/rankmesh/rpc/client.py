@@ -20,7 +20,7 @@ from rankmesh.buffers import readable, writable
 from rankmesh.codec import unpack_plain
 from rankmesh.endpoint.outbound import JOIN_BYTES, SEND_COST
 from rankmesh.endpoint.router import Router
-from rankmesh.endpoint.transfers import Send
+from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import (
     BusyError,
@@ -32,6 +32,7 @@ from rankmesh.errors import (
     InternalError,
     InvalidMessage,
     NoConnection,
+    PeerLost,
     RankmeshError,
     RemoteError,
     TruncationError,
@@ -76,7 +77,10 @@ class Carrier(Send):
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
-        self._call.fail(error)
+        call = self._call
+        if call.router.requests.get(call.ident) is call:  # else the router fails the call itself, or it has ended
+            del call.router.requests[call.ident]
+            call.fail(error)
 
     def give_up(self) -> None:
         """The call was given up: the caller's buffers are no longer read."""
@@ -140,9 +144,8 @@ class Outgoing(Work[Any]):
             body = parts[0] if len(parts) == 1 else b"".join(parts)
             if outbound.send_rpc(_REQUEST, 0, SERVICE, self.ident, body):
                 return
-        carrier = Carrier(self, parts, nbytes)
-        outbound.start(carrier)
-        self._carrier = carrier
+        self._carrier = Carrier(self, parts, nbytes)
+        outbound.start(self._carrier)
 
     def tell(self, body: bytes) -> None:
         """Something small about this call, if there is a connection to say it on. With the lock."""
@@ -152,8 +155,10 @@ class Outgoing(Work[Any]):
             pass
 
     def fail(self, error: BaseException) -> None:
-        if isinstance(error, ConnectError) and not isinstance(error, NoConnection):
-            error = NoConnection(error.message, **{**error.__dict__, "message": error.message})
+        carrier = self._carrier
+        if isinstance(error, ConnectError | PeerLost) and carrier is not None and carrier.state is SendState.WAITING:
+            about = {name: value for name, value in error.__dict__.items() if name != "message"}
+            error = NoConnection(error.message, **about, hint="The call was not sent. See that the peer runs.")
         super().fail(error)
 
     def leave(self) -> None:

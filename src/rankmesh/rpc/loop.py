@@ -10,15 +10,13 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankmesh.rpc.context import CallContext, current
 from rankmesh.rpc.pool import JOIN_SECONDS
+from rankmesh.rpc.producing import PATIENCE, Conversing, Serving
 from rankmesh.rpc.protocol import Why
-
-if TYPE_CHECKING:
-    from rankmesh.rpc.producing import Serving
-    from rankmesh.rpc.server import Answer, Server
+from rankmesh.rpc.server import Answer, Refusal, Server
 
 logger = logging.getLogger("rankmesh")
 
@@ -94,8 +92,6 @@ class Loop:
 
 async def serve(server: Server, call: CallContext) -> None:
     """Run a coroutine function for a plain call, until its end, its cancellation or its deadline."""
-    from rankmesh.rpc.server import Refusal
-
     answer: Answer | None
     try:
         answer = server.result(call, await run(server, call))
@@ -125,6 +121,11 @@ async def run(
         async with asyncio.timeout(None if call.remaining > 1e6 else call.remaining):
             made = function(*first, *args, **kwargs)
             return await (made if make is None else make(made))
+    except TimeoutError as late:
+        error = late
+        if call.given_up or call.remaining:
+            raise
+        raise Refusal(Why.LATE, f"{call.name!r} was stopped when its time was up") from late
     except BaseException as raised:
         error = raised
         raise
@@ -136,9 +137,6 @@ async def run(
 
 async def produce(serving: Serving) -> None:
     """Run an async generator for a stream, or a coroutine function for a channel."""
-    from rankmesh.rpc.producing import Conversing
-    from rankmesh.rpc.server import Refusal
-
     server, call = serving.server, serving.call
     try:
         if isinstance(serving, Conversing):
@@ -159,7 +157,6 @@ async def produce(serving: Serving) -> None:
 
 def _items(serving: Serving) -> Callable[[Any], Coroutine[Any, Any, None]]:
     """A coroutine function that sends what an async generator yields."""
-    from rankmesh.rpc.producing import PATIENCE
 
     async def consume(generator: AsyncGenerator[Any, None]) -> None:
         async with aclosing(generator):
