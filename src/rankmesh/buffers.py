@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -148,7 +149,7 @@ class RecyclingPool:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._free: dict[int, deque[np.ndarray[Any, Any]]] = {}
+        self._free: dict[int, deque[mmap]] = {}
 
     @property
     def held(self) -> int:
@@ -162,12 +163,15 @@ class RecyclingPool:
         try:
             memory = self._free.setdefault(size, deque()).pop()
         except IndexError:
-            memory = np.empty(size, np.uint8)
-        lent = memory[:nbytes]  # every slice and array over it keeps this object; the memory itself is ours
+            memory = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
+        # Every slice of this array, and every array over it, keeps it alive. (Were the memory an array too, numpy would
+        # make its views refer to that one, and not to what was lent.)
+        lent = np.frombuffer(memory, np.uint8, nbytes)
         weakref.finalize(lent, self._give, memory).atexit = False
         return lent.data
 
-    def _give(self, memory: np.ndarray[Any, Any]) -> None:
+    def _give(self, memory: mmap) -> None:
         """May run wherever an object dies, so it takes no lock: the bound may be overstepped by a buffer per thread."""
-        if self.held + memory.nbytes <= self.limit:
-            self._free[memory.nbytes].append(memory)
+        size = len(memory)
+        if self.held + size <= self.limit:
+            self._free[size].append(memory)

@@ -308,12 +308,10 @@ class Call(Outgoing):
             waits = read_failure(payload[read_reply(payload)[2] :]).why == Why.WAIT
         except InvalidMessage:
             return False
-        when = monotonic() + self._pause
-        if not waits or when >= self.began + self.timeout:
-            return False
-        self._pause = min(2 * self._pause, _AGAIN[1])
-        self._engine.call_at(when, self._resend)
-        return True
+        if waits:
+            self._engine.call_at(monotonic() + self._pause, self._resend)
+            self._pause = min(2 * self._pause, _AGAIN[1])
+        return waits
 
     def _resend(self) -> None:
         if self.finished:

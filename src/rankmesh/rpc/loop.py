@@ -123,7 +123,7 @@ async def run(
             return await (made if make is None else make(made))
     except TimeoutError as late:
         error = late
-        if call.given_up or call.remaining:
+        if call.remaining:
             raise
         raise Refusal(Why.LATE, f"{call.name!r} was stopped when its time was up") from late
     except BaseException as raised:

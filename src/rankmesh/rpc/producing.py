@@ -62,7 +62,7 @@ class Producer(Serving):
 
     def credit(self, amount: int) -> None:
         super().credit(amount)
-        if self._held is not None and self.outbox.allows(self._held.nbytes):
+        if self._held is not None and self.outbox.open:
             self.outbox.send(self._held)
             self._held = None
             self.server.pool.submit(self.run)
@@ -111,7 +111,7 @@ class Producer(Serving):
             with server.engine:
                 if call.given_up:
                     break
-                if not self.outbox.allows(body.nbytes):
+                if not self.outbox.open:
                     self._held = body
                     server.pool.done()
                     return True

@@ -2,7 +2,7 @@
 
 Rules, the same in both directions:
 
-- An item costs its bytes plus OVERHEAD. A sender may have WINDOW outstanding, or a single item of any size.
+- An item costs its bytes plus OVERHEAD. A sender may send an item, of any size, while less than WINDOW is outstanding.
 - The receiver owes an item's cost once its consumer has taken it, and pays in batches of a quarter of the window. So a
   consumer that stops taking stops its producer, and nobody else: the queue between them is bounded in bytes.
 - A side that sends beyond its credit breaks the stream.
@@ -78,6 +78,7 @@ class Inbox:
         self.waiters: deque[_Next] = deque()
         self._outstanding = 0
         self._owed = 0
+        self._largest = 0
         #: The number of the next item; those that overtook it; how many there are in all, and why, once that is known.
         self._next = 0
         self._early: dict[int, tuple[Entry, int]] = {}
@@ -90,7 +91,8 @@ class Inbox:
         if self.ended:
             return
         cost = len(body) + OVERHEAD
-        if self._outstanding and self._outstanding + cost > WINDOW:
+        self._largest = max(self._largest, cost)  # items overtake each other, so any of them may have been the last
+        if self._outstanding + cost - self._largest >= WINDOW:
             raise malformed(f"{self._outstanding + cost} bytes of items, over its credit of {WINDOW}")
         if number < self._next or number in self._early or (self._total is not None and number >= self._total):
             raise malformed(f"item {number}, which it has sent before or after its end")
@@ -177,11 +179,13 @@ class Outbox:
         self._outstanding = 0
         self._error: BaseException | None = None
 
-    def allows(self, nbytes: int) -> bool:
-        return not self.waiters and (not self._outstanding or self._outstanding + nbytes + OVERHEAD <= WINDOW)
+    @property
+    def open(self) -> bool:
+        """There is credit for an item, and nobody waits for it."""
+        return not self.waiters and self._outstanding < WINDOW
 
     def send(self, body: Body) -> None:
-        """Send what `allows` allowed."""
+        """Send an item while it is open."""
         self._outstanding += body.nbytes + OVERHEAD
         self._transmit(body, self.number)
         self.number += 1
@@ -191,7 +195,7 @@ class Outbox:
         if self._error is not None:
             raise self._error
         room = _Room(self, body, timeout)
-        if self.allows(body.nbytes):
+        if self.open:
             self.send(body)
             room.finish(None)
         else:
@@ -203,11 +207,8 @@ class Outbox:
         if amount > self._outstanding:
             raise malformed(f"credit for {amount} bytes of items, when {self._outstanding} were sent")
         self._outstanding -= amount
-        while self.waiters:
-            room = self.waiters[0]
-            if self._outstanding and self._outstanding + room.body.nbytes + OVERHEAD > WINDOW:
-                return
-            self.waiters.popleft()
+        while self.waiters and self._outstanding < WINDOW:
+            room = self.waiters.popleft()
             self.send(room.body)
             room.finish(None)
 
