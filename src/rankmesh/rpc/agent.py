@@ -18,9 +18,9 @@ from rankmesh import trace
 from rankmesh.codec import pack_plain
 from rankmesh.endpoint import Endpoint, Peer, Work
 from rankmesh.endpoint.router import PeerRouter, Router
-from rankmesh.errors import InvalidMessage, PeerLost, UsageError
+from rankmesh.errors import ConnectError, DeadlineError, PeerLost, UsageError
 from rankmesh.rpc.broadcast import Broadcast
-from rankmesh.rpc.client import Call, Notice
+from rankmesh.rpc.client import Call, NotIdempotent, Notice
 from rankmesh.rpc.context import current, current_trace, outgoing_trace
 from rankmesh.rpc.hooks import CallInfo, Hook, Hooks
 from rankmesh.rpc.opening import Opened, OpenedChannel
@@ -237,6 +237,8 @@ class RpcAgent:
             raise UsageError("call_fn() sends a function by pickle. Set Config.allow_pickle on both sides.")
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         router = self._router(to)
+        if not router.peer.may_unpickle:
+            raise UsageError(f"{router.peer} does not take pickled functions. Set Config.allow_pickle there too.")
         return self._make(router, name, (fn, *args), kwargs, timeout, Bit.SHIPPED).complete()
 
     # ------------------------------------------------------------------ references
@@ -433,12 +435,13 @@ class RpcAgent:
             raise lost
         try:
             successor = self._endpoint.connect({"addresses": addresses}, min(remaining, RECONNECT))
-            self._successors[to] = successor
-            remaining = call.began + call.timeout - monotonic()
-            again = self._make(successor.router, function, args, kwargs, remaining, Bit.RETRY)
-            again.out, again.returns = call.out, call.returns
+        except (ConnectError, DeadlineError) as error:
+            raise lost from error
+        self._successors[to] = successor
+        remaining = call.began + call.timeout - monotonic()
+        again = self._make(successor.router, function, args, kwargs, remaining, Bit.RETRY)
+        again.out, again.returns = call.out, call.returns
+        try:
             return again.complete()
-        except InvalidMessage as refused:
-            if "not idempotent" in refused.message:
-                raise lost from None
-            raise
+        except NotIdempotent as refused:
+            raise lost from refused

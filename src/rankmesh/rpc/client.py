@@ -67,6 +67,10 @@ _AGAIN: Final = (0.001, 0.1)
 Part = memoryview | bytes
 
 
+class NotIdempotent(Exception):
+    """A second attempt was refused. It does not leave this package."""
+
+
 class Carrier(Send):
     """The Send of a request too large for one frame, or without a connection yet: if it fails, so does the call."""
 
@@ -473,6 +477,6 @@ _ERRORS: Final[dict[str, _Maker]] = {
     Why.CANCELLED: lambda call, told: CancelledError(told.message),
     Why.REFUSED: _refused,
     Why.RESULT: _unsendable,
-    Why.NOT_IDEMPOTENT: _invalid,
+    Why.NOT_IDEMPOTENT: lambda call, told: NotIdempotent(told.message),
     Why.INTERNAL: lambda call, told: InternalError(f"{call.peer} failed in rankmesh itself: {told.message}"),
 }
