@@ -30,6 +30,7 @@ TIERS: dict[str, list[str]] = {
     "L3 services": [
         "rankmesh.rpc", "rankmesh.memory", "rankmesh.collectives", "rankmesh.membership", "rankmesh.topology",
     ],
+    "L4 node": ["rankmesh.node"],
     "L4 mesh": ["rankmesh.mesh"],
     "L4 public names": ["rankmesh"],
     "L5 integrations": ["rankmesh.torch", "rankmesh.ray", "rankmesh.launch"],
@@ -49,8 +50,7 @@ IMPURE = {
 FILE_LINES = 500
 FUNCTION_LINES = 60
 #: Module, or module:function → why it is longer.
-LONGER: dict[str, str] = {
-}
+LONGER: dict[str, str] = {}
 
 #: Never loaded by `import rankmesh`: extras, and what only the command line or one transport needs.
 NOT_AT_IMPORT = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankmesh.buffers import BufferPool, readable, writable
+from rankmesh.buffers import BufferPool, RecyclingPool, readable, writable
+from rankmesh.config import MIB
 from rankmesh.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -238,3 +240,39 @@ def test_pool_never_holds_more_than_its_bound_nor_hands_a_buffer_out_twice(steps
         elif out:
             pool.give(out.pop(0))
         assert 0 <= pool.held <= limit
+
+
+def test_recycled_memory_is_lent_once_at_a_time() -> None:
+    """Whatever still refers to it keeps it: the view, a slice, an array over a slice, a view of that."""
+    pool = RecyclingPool(64 * MIB)
+    nbytes = RecyclingPool.SMALLEST
+    keepers: list[Callable[[memoryview], object]] = [
+        lambda view: view,
+        lambda view: view[10:20],
+        lambda view: np.ndarray((4,), np.uint8, view[64:68]),
+        lambda view: np.ndarray((4,), np.uint8, view[64:68])[::2].reshape(1, 2),
+        lambda view: np.frombuffer(view[8:], np.float32)[3:],
+        lambda view: memoryview(view).toreadonly(),
+    ]
+    for keep in keepers:
+        view = pool.take(nbytes)
+        view[:] = bytes(nbytes)
+        kept = keep(view)
+        del view
+        other = pool.take(nbytes)
+        other[:] = b"x" * nbytes
+        assert bytes(memoryview(kept).tobytes()[:1]) == b"\0"  # type: ignore[arg-type]
+        del kept, other
+        assert pool.held == 2 * nbytes
+
+
+def test_recycling_pool_keeps_within_its_bound() -> None:
+    pool = RecyclingPool(3 * MIB)
+    views = [pool.take(MIB) for _ in range(6)]
+    assert pool.held == 0
+    del views
+    assert pool.held == 3 * MIB
+    small = pool.take(100)
+    assert (small.nbytes, pool.held) == (100, 3 * MIB)
+    again = [pool.take(MIB) for _ in range(2)]
+    assert (len(again), pool.held) == (2, MIB)

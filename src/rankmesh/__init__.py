@@ -1,7 +1,7 @@
-"""rankmesh: tagged messages between the ranks of a program, over TCP, TLS or in one process, behind one small API."""
+"""rankmesh: messages and remote calls between the ranks of a program, over TCP, TLS or in one process, behind one API."""
 
 from rankmesh.config import Config, TlsFiles
-from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Endpoint, Peer, Status, Work
+from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
 from rankmesh.errors import (
     BusyError,
     CancelledError,
@@ -12,8 +12,11 @@ from rankmesh.errors import (
     DeadlineError,
     DesyncError,
     EpochChanged,
+    FunctionNotFound,
     InternalError,
+    InvalidMessage,
     JoinError,
+    NoConnection,
     PeerError,
     PeerLost,
     ProtocolError,
@@ -24,6 +27,8 @@ from rankmesh.errors import (
     UsageError,
 )
 from rankmesh.mesh import Mesh, join
+from rankmesh.node import Endpoint, Peer
+from rankmesh.rpc import Channel, Hook, Ref, RpcAgent, Stream, current_call, trace_context
 
 __version__ = "0.1.0"
 
@@ -32,6 +37,7 @@ __all__ = [
     "ANY_TAG",
     "BusyError",
     "CancelledError",
+    "Channel",
     "ClosedError",
     "CodecError",
     "Config",
@@ -41,21 +47,30 @@ __all__ = [
     "DesyncError",
     "Endpoint",
     "EpochChanged",
+    "FunctionNotFound",
+    "Hook",
     "InternalError",
+    "InvalidMessage",
     "JoinError",
     "Mesh",
+    "NoConnection",
     "Peer",
     "PeerError",
     "PeerLost",
     "ProtocolError",
     "RankmeshError",
+    "Ref",
     "RemoteError",
+    "RpcAgent",
     "Status",
+    "Stream",
     "TlsFiles",
     "TransferAborted",
     "TruncationError",
     "UsageError",
     "Work",
     "__version__",
+    "current_call",
     "join",
+    "trace_context",
 ]

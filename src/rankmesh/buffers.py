@@ -6,6 +6,9 @@ passes, and what cannot be viewed that way is refused with the reason.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -136,3 +139,43 @@ class BufferPool:
     @classmethod
     def size_class(cls, nbytes: int) -> int:
         return max(cls.SMALLEST, 1 << (nbytes - 1).bit_length()) if nbytes > 0 else cls.SMALLEST
+
+
+class RecyclingPool:
+    """Large buffers that come back by themselves once nothing refers to them any more, bounded in bytes.
+
+    Fresh memory costs its pages: for tens of MiB as much as moving the bytes does. `take` gives a view; when the last
+    slice of it and the last array over it are gone, its memory is kept for the next `take` of the size class, or let go
+    where more than `limit` bytes would be kept. Small ones are not kept. May be used by all threads at once.
+    """
+
+    SMALLEST = 1024 * 1024
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._free: dict[int, deque[mmap]] = {}
+
+    @property
+    def held(self) -> int:
+        """Bytes kept for the next takes."""
+        return sum(size * len(free) for size, free in list(self._free.items()))
+
+    def take(self, nbytes: int) -> memoryview:
+        if nbytes < self.SMALLEST:
+            return fresh(nbytes)
+        size = BufferPool.size_class(nbytes)
+        try:
+            memory = self._free.setdefault(size, deque()).pop()
+        except IndexError:
+            memory = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
+        # Every slice of this array, and every array over it, keeps it alive. (Were the memory an array too, numpy would
+        # make its views refer to that one, and not to what was lent.)
+        lent = np.frombuffer(memory, np.uint8, nbytes)
+        weakref.finalize(lent, self._give, memory).atexit = False
+        return lent.data
+
+    def _give(self, memory: mmap) -> None:
+        """May run wherever an object dies, so it takes no lock: the bound may be overstepped by a buffer per thread."""
+        size = len(memory)
+        if self.held + size <= self.limit:
+            self._free[size].append(memory)

@@ -14,6 +14,18 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 ENV_PREFIX = "RANKMESH_"
+#: Fields that count something of which there must be one.
+_COUNTS = (
+    "max_message_bytes",
+    "max_rpc_bytes",
+    "send_queue_bytes",
+    "rpc_inflight_bytes",
+    "rpc_send_bytes",
+    "rpc_threads",
+    "rpc_queue_items",
+    "rpc_queue_bytes",
+    "max_handshakes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +82,16 @@ class Config:
     send_queue_bytes: int = 64 * MIB
     #: Bytes of large RPC requests and replies being received at once.
     rpc_inflight_bytes: int = 256 * MIB
+    #: Bytes of RPC requests and replies that may wait to leave for one peer; more raises BusyError.
+    rpc_send_bytes: int = 256 * MIB
+    #: Threads that run RPC handlers, at most; they are started when needed.
+    rpc_threads: int = 8
+    #: Requests that may wait for a handler here, or run: in number and in bytes. More are refused or wait.
+    rpc_queue_items: int = 16_384
+    rpc_queue_bytes: int = 64 * MIB
+    #: What a caller gets when that queue is full: "busy" raises BusyError there at once, "wait" lets it try again
+    #: until its deadline.
+    rpc_when_full: str = "busy"
     #: Connections that may be in the handshake at once; the oldest silent one makes room.
     max_handshakes: int = 128
 
@@ -107,7 +129,9 @@ class Config:
             )
         if self.lane_credit_bytes > self.peer_credit_bytes:
             raise ConfigError("Config.lane_credit_bytes must not exceed peer_credit_bytes.")
-        for name in ("max_message_bytes", "max_rpc_bytes", "send_queue_bytes", "rpc_inflight_bytes", "max_handshakes"):
+        if self.rpc_when_full not in ("busy", "wait"):
+            raise ConfigError(f"Config.rpc_when_full must be 'busy' or 'wait', not {self.rpc_when_full!r}.")
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"Config.{name} must be at least 1, not {getattr(self, name)!r}.")
 

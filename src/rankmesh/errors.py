@@ -10,8 +10,11 @@
     ├── TruncationError                 the receive buffer was smaller than the message
     ├── CodecError (ValueError)         an object cannot be encoded, or bytes are not an encoded object
     ├── JoinError                       the world did not come together; names who is missing or in the way
+    ├── FunctionNotFound (LookupError)  the peer has no function of that name; names the nearest
+    ├── InvalidMessage (ValueError)     a call's arguments do not fit its function, or its bytes are no call or reply
     ├── PeerError                       something the other side did, or that happened to it
     │   ├── ConnectError                no connection could be made, or it was refused
+    │   │   └── NoConnection            a call found no connection, and none could be made
     │   ├── PeerLost                    the peer died, fell silent or left while it was needed
     │   ├── TransferAborted             the sender gave up in the middle of a message
     │   └── ProtocolError               the peer's bytes break the protocol
@@ -26,9 +29,11 @@ from its attributes, ends with one sentence on what to do, and survives pickling
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 
 class RankmeshError(Exception):
@@ -112,6 +117,24 @@ class JoinError(RankmeshError):
     size: int = 0
 
 
+class FunctionNotFound(RankmeshError, LookupError):
+    """The peer has no function of that name. Attributes: function, nearest (registered names like it), peer."""
+
+    function: str = ""
+    nearest: tuple[str, ...] = ()
+    peer: str = ""
+    hint = "Register the function there, or correct the name."
+
+
+class InvalidMessage(RankmeshError, ValueError):
+    """Arguments that do not fit the function, or bytes that are no call or reply. Attributes: function, peer, reason."""
+
+    function: str = ""
+    peer: str = ""
+    reason: str = ""
+    hint = "Pass what the function's signature and type hints say."
+
+
 class PeerError(RankmeshError):
     """Something the other side did, or that happened to it. Attributes: peer, rank, host, pid, op, tag, reason."""
 
@@ -130,6 +153,10 @@ class ConnectError(PeerError):
     address: str = ""
 
 
+class NoConnection(ConnectError):
+    """A call found no connection to its peer, and none could be made: it was not sent."""
+
+
 class PeerLost(PeerError):
     """The peer died, fell silent or left while this operation needed it."""
 
@@ -145,7 +172,8 @@ class ProtocolError(PeerError):
 
 
 class RemoteError(RankmeshError):
-    """The peer's code raised. Attributes: remote_type, remote_message, remote_traceback, peer."""
+    """The peer's code raised. Attributes: remote_type, remote_message, remote_traceback, peer. One that stands for a
+    builtin exception is an instance of that too (see `remote_error`)."""
 
     remote_type: str = ""
     remote_message: str = ""
@@ -170,3 +198,32 @@ class InternalError(RankmeshError):
     """A defect in rankmesh."""
 
     hint = "Please report it with this message and the traceback."
+
+
+def remote_error(remote_type: str, message: str, **attributes: Any) -> RemoteError:
+    """A RemoteError that is also a `remote_type`, where that is a builtin exception which can be made from a text."""
+    kind = _remote_kind(remote_type)
+    try:
+        return kind(message, remote_type=remote_type, **attributes)
+    except TypeError:  # UnicodeDecodeError and the like need more than a text
+        return RemoteError(message, remote_type=remote_type, **attributes)
+
+
+@cache
+def _remote_kind(remote_type: str) -> type[RemoteError]:
+    """The class for one builtin exception. Those that end programs or loops here are no errors of the caller's."""
+    builtin = getattr(builtins, remote_type, object)
+    plain = isinstance(builtin, type) and issubclass(builtin, Exception)
+    if not plain or issubclass(builtin, StopIteration | StopAsyncIteration | BaseExceptionGroup):
+        return RemoteError
+    made = type(remote_type, (RemoteError, builtin), {"__module__": __name__, "__reduce__": _reduce_remote})
+    made.__doc__ = f"The peer's code raised {remote_type}."
+    return cast("type[RemoteError]", made)
+
+
+def _reduce_remote(error: RemoteError) -> tuple[Any, ...]:
+    return (_rebuild_remote, (error.remote_type, dict(error.__dict__)))
+
+
+def _rebuild_remote(remote_type: str, attributes: dict[str, Any]) -> RankmeshError:
+    return _rebuild(_remote_kind(remote_type), attributes)

@@ -12,14 +12,17 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from rankmesh.config import Config
-from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Endpoint, Peer, Status, Work
+from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
 from rankmesh.endpoint.endpoint import leave
 from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag
+from rankmesh.endpoint.peer import Peer as BasePeer
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import ConfigError, JoinError, PeerLost, UsageError
 from rankmesh.membership.environment import detect
 from rankmesh.membership.rendezvous import Meeting, Member, host_store, meet, open_endpoint, read_file
 from rankmesh.membership.store import StoreServer
+from rankmesh.node import Endpoint, Peer
+from rankmesh.rpc import RpcAgent
 from rankmesh.wire.messages import Control, Lost, plain
 
 logger = logging.getLogger("rankmesh")
@@ -57,7 +60,7 @@ def join(
         meeting, config = read_file(meeting, config, deadline)
     endpoint: Endpoint | None = None
     try:
-        endpoint = open_endpoint(meeting, config)
+        endpoint = open_endpoint(meeting, config, Endpoint)
         mesh = Mesh(endpoint, meeting.rank, meet(endpoint, meeting, deadline), server)
         mesh.gather_at_hub(deadline)
     except BaseException:
@@ -133,11 +136,13 @@ class Mesh:
         self._ranks: dict[int, int] = {}
         self._messages = Messages(hub, _WORLD, self._ranks, _AnyRank(self))
         with hub.engine:
-            self.peers = [endpoint.add_member(member.identity(), oneself=member.rank == rank) for member in members]
+            added = [endpoint.add_member(member.identity(), oneself=member.rank == rank) for member in members]
+            self.peers = [peer for peer in added if isinstance(peer, Peer)]
             self._routers: list[Router] = [peer.router for peer in self.peers]
             self._ranks.update((router.index, at) for at, router in enumerate(self._routers))
             if self.size > 1:
                 hub.members[_WORLD] = {router.index for router in self._routers if isinstance(router, PeerRouter)}
+            endpoint.number_ranks(self._routers)
             hub.on_lost = self._on_lost
             hub.on_control = self._on_control
 
@@ -168,6 +173,11 @@ class Mesh:
         """An array that ranks on this host can map: sent, it crosses with a single copy. Otherwise it is like
         numpy.empty's, except that a forked child shares it instead of having a copy."""
         return self._hub.empty(shape, dtype)
+
+    @property
+    def rpc(self) -> RpcAgent:
+        """Functions that other ranks may call, and calls of theirs."""
+        return self._endpoint.rpc
 
     # ------------------------------------------------------------------ messages
 
@@ -285,7 +295,7 @@ class Mesh:
                 self._hub.matcher.unpost(receive)
                 receive.fail(lost.lost_error(receive.op, receive.tag))
 
-    def _on_control(self, peer: Peer, message: Control) -> None:
+    def _on_control(self, peer: BasePeer, message: Control) -> None:
         if isinstance(message, Lost) and peer in self.peers:
             lost = self._endpoint.member(message.uid)
             if lost is not None and isinstance(lost.router, PeerRouter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,13 +10,14 @@ import pytest
 from peers import BRIEFLY, SOON, Call, Medium
 from rankmesh import DeadlineError, Endpoint, Peer, PeerLost, UsageError
 from rankmesh.config import KIB, MIB
-from rankmesh.endpoint.router import PeerRouter
+from rankmesh.endpoint.hub import Service
+from rankmesh.endpoint.router import Router
 from timing import wait_until
 
 ECHO, FAIL, SILENT, DOUBLE = 1, 2, 3, 4
 
 
-def reply(router: PeerRouter, ident: int, body: bytes, failed: bool = False) -> None:
+def reply(router: Router, ident: int, body: bytes, failed: bool = False) -> None:
     router.reply(ident, [memoryview(body)], len(body), failed)
 
 
@@ -24,14 +25,14 @@ class Server:
     """What the services of the tests do, and what they were asked."""
 
     def __init__(self) -> None:
-        self.silent: list[tuple[PeerRouter, int]] = []
+        self.silent: list[tuple[Router, int]] = []
 
-    def services(self) -> dict[int, Callable[[PeerRouter, int, memoryview], None]]:
+    def services(self) -> dict[int, Service]:
         return {
-            ECHO: lambda router, ident, payload: reply(router, ident, bytes(payload)),
-            FAIL: lambda router, ident, payload: reply(router, ident, b"it is broken", failed=True),
-            SILENT: lambda router, ident, payload: self.silent.append((router, ident)),
-            DOUBLE: lambda router, ident, payload: reply(router, ident, bytes(payload) * 2),
+            ECHO: lambda router, ident, payload, owned: reply(router, ident, bytes(payload)),
+            FAIL: lambda router, ident, payload, owned: reply(router, ident, b"it is broken", failed=True),
+            SILENT: lambda router, ident, payload, owned: self.silent.append((router, ident)),
+            DOUBLE: lambda router, ident, payload, owned: reply(router, ident, bytes(payload) * 2),
         }
 
 
@@ -94,7 +95,7 @@ def test_late_reply_finds_nobody_and_harms_nothing(medium: Medium) -> None:
         with right.hub.engine:
             reply(router, ident, b"too late")
         assert bytes(client.request(peer, ECHO, b"now", "ask", timeout=SOON).payload) == b"now"
-        assert peer.router.requests == {}  # type: ignore[union-attr]
+        assert peer.router.requests == {}
 
 
 def test_requests_pass_messages_that_nobody_receives(medium: Medium) -> None:
@@ -122,7 +123,7 @@ def test_request_over_the_limit_is_refused(medium: Medium) -> None:
         with pytest.raises(UsageError, match="max_rpc_bytes"):
             client.request(peer, ECHO, bytes(MIB + 1), "ask", timeout=SOON)
         assert client.request(peer, ECHO, bytes(MIB), "ask", timeout=SOON).payload.nbytes == MIB
-        assert peer.router.requests == {}  # type: ignore[union-attr]
+        assert peer.router.requests == {}
 
 
 def test_end_of_the_server_ends_requests(medium: Medium) -> None:

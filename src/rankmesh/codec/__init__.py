@@ -29,12 +29,14 @@ Rules:
   peers, and only for what msgpack cannot carry: with it or without it, all types listed above arrive as listed.
 
 The files: `layout` (the bytes), `refusal` (what cannot travel), `values` (small values and containers), `dtypes`,
-`tensors` and `pickling` (one foreign thing each), then `encoder` and `decoder`, which use them.
+`tensors` and `pickling` (one foreign thing each), then `encoder` and `decoder`, which use them, and `plain`, the short
+way for small values.
 """
 
 from __future__ import annotations
 
 from rankmesh.codec.decoder import decode
 from rankmesh.codec.encoder import encode, nbytes
+from rankmesh.codec.plain import pack_plain, unpack_plain
 
-__all__ = ["decode", "encode", "nbytes"]
+__all__ = ["decode", "encode", "nbytes", "pack_plain", "unpack_plain"]

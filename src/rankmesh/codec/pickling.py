@@ -1,12 +1,17 @@
 """The only file that can pickle.
 
-Unpickling runs code that the sender chose: `load` is called only where the receiver allowed it.
+Unpickling runs code that the sender chose: `load` is called only where the receiver allowed it. Functions go by
+cloudpickle where it is installed, which also takes lambdas, closures, and what a script defines; pickle itself only
+takes functions that the other side can import.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
+from importlib import import_module
+from types import FunctionType, MethodType
 from typing import Any
 
 from rankmesh.codec.refusal import Unsupported
@@ -24,9 +29,18 @@ def dump(obj: object, add: Callable[[memoryview], object]) -> bytes:
         return False
 
     try:
-        return pickle.dumps(obj, protocol=5, buffer_callback=out_of_band)
+        return _dumps_for(obj)(obj, protocol=5, buffer_callback=out_of_band)
     except Exception as error:  # __reduce__ and __getstate__ are the user's code and raise what they like
         raise Unsupported(f"pickle refuses it too ({type(error).__name__}: {error})") from error
+
+
+def _dumps_for(obj: object) -> Callable[..., bytes]:
+    if isinstance(obj, FunctionType | MethodType | partial):
+        try:
+            return import_module("cloudpickle").dumps  # type: ignore[no-any-return]  # an extra, without types
+        except ImportError:
+            pass
+    return pickle.dumps
 
 
 def load(data: memoryview, buffers: Iterable[memoryview]) -> Any:

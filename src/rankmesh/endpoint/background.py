@@ -105,8 +105,17 @@ class Background:
                 if now >= engine.timers.next:
                     engine.timers.run(now)
                     continue
-                if engine.deferred:
-                    return  # users' callbacks run while nobody leads
+                if engine.deferred:  # users' code runs while nobody leads
+                    engine.leader = None
+                    engine.lock.release()
+                    try:
+                        engine.run_deferred()
+                    finally:
+                        engine.acquire()
+                    if self._taken():
+                        return
+                    engine.leader = self
+                    continue
                 if engine.spin.worthwhile() and self._poll():
                     continue
                 if engine.looks and engine.arm():
@@ -121,6 +130,10 @@ class Background:
         finally:
             if engine.leader is self:
                 engine.leader = None
+
+    def _taken(self) -> bool:
+        """Somebody took the lead, or the end came, while the lock was free."""
+        return self._engine.leader is not None or self._engine.closed
 
     def _poll(self) -> bool:
         """Poll for the next event after one was served. The lock is free between polls: user threads come first."""

@@ -15,6 +15,7 @@ from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
+from rankmesh.endpoint.outbound import RPC, RPC_FLAG
 from rankmesh.transport.ring import INLINE, LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader
 from rankmesh.wire.credit import OVERHEAD, CreditIn
 from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Kind
@@ -93,6 +94,17 @@ class Direct:
         """Look once, on behalf of the receives that are posted. Deals with errors itself."""
         raise NotImplementedError
 
+    def _lone_rpc(self, kind: int, flags: int, service: int, ident: int, payload: memoryview) -> None:
+        """A small request or reply came alone: it may be served right here."""
+        inbound = self._inbound
+        inbound.heard = True
+        inbound.frames += 1
+        inbound.bytes += len(payload)
+        try:
+            self._router.on_lone_rpc(flags & ~RPC | RPC_FLAG[kind], service, ident, payload)
+        except Exception as error:  # noqa: BLE001  # see PeerRouter.failed
+            self._router.failed(error)
+
     def _passed(self, group: int, tag: int, nbytes: int) -> None:
         """A message went straight into its buffer."""
         inbound = self._inbound
@@ -132,9 +144,9 @@ class SocketPath(Direct):
         return False
 
     def attend(self, work: Waited) -> bool:
-        inbound = self._inbound
+        inbound, engine = self._inbound, self._engine
         for _ in SOCKET_LOOKS:
-            if not inbound.calm:
+            if not inbound.calm or engine.deferred:
                 break
             self.read_one()
             if work.finished:
@@ -152,7 +164,8 @@ class SocketPath(Direct):
             return
         if got > HEADER_BYTES:
             version, kind, flags, group, tag, _, nbytes, _ = _unpack_from(staging)
-            if got == HEADER_BYTES + nbytes and kind == _EAGER and not flags and version == VERSION:
+            whole = got == HEADER_BYTES + nbytes and version == VERSION
+            if whole and kind == _EAGER and not flags:
                 receive = self._matcher.take_lone(group, self._index, tag)
                 if receive is not None:
                     view = receive.view
@@ -162,6 +175,9 @@ class SocketPath(Direct):
                         receive.arrived(self._index, tag, nbytes)
                         return
                     self._matcher.repost(receive)
+            elif whole and kind in RPC_FLAG and nbytes <= self._eager_limit:
+                self._lone_rpc(kind, flags, group, tag, staging[HEADER_BYTES:got])
+                return
         self._read(got)
 
     def _read(self, got: int) -> None:
@@ -215,10 +231,10 @@ class RingPath(Direct):
                 return False
 
     def attend(self, work: Waited) -> bool:
-        inbound = self._inbound
-        while inbound.calm and not work.finished:
+        inbound, engine = self._inbound, self._engine
+        while inbound.calm and not work.finished and not engine.deferred:
             if not self._wait():
-                return not self._engine.contenders
+                return not engine.contenders
             self.read_one()
         return False
 
@@ -268,7 +284,8 @@ class RingPath(Direct):
         at = ring.front()
         if at >= 0 and ring.size > HEADER_BYTES:
             version, kind, flags, group, tag, _, nbytes, _ = _unpack_from(ring.data, at)
-            if ring.size == HEADER_BYTES + nbytes and kind == _EAGER and not flags and version == VERSION:
+            whole = ring.size == HEADER_BYTES + nbytes and version == VERSION
+            if whole and kind == _EAGER and not flags:
                 receive = self._matcher.take_lone(group, self._index, tag)
                 if receive is not None:
                     view = receive.view
@@ -280,6 +297,12 @@ class RingPath(Direct):
                         receive.arrived(self._index, tag, nbytes)
                         return
                     self._matcher.repost(receive)
+            elif whole and kind in RPC_FLAG and nbytes <= self._eager_limit:
+                payload = ring.data[at + HEADER_BYTES : at + ring.size].tobytes()
+                if ring.pop():
+                    self._link.after_read()
+                self._lone_rpc(kind, flags, group, tag, memoryview(payload))
+                return
         if at >= 0 or ring.ready():
             self._read()
 

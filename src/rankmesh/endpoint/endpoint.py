@@ -15,11 +15,12 @@ from numpy.typing import DTypeLike
 
 from rankmesh.config import Config
 from rankmesh.endpoint.connector import Connector
-from rankmesh.endpoint.hub import Hub, Service
+from rankmesh.endpoint.hub import Agent, Hub, Service
 from rankmesh.endpoint.matching import ANY_SOURCE, ANY_TAG
 from rankmesh.endpoint.messages import Messages
 from rankmesh.endpoint.peer import Peer
-from rankmesh.endpoint.router import PeerRouter, Reply
+from rankmesh.endpoint.requests import Reply
+from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.transfers import Status
 from rankmesh.endpoint.waiting import Until
 from rankmesh.endpoint.work import Work
@@ -89,7 +90,7 @@ class Endpoint:
         self._peers: dict[bytes, Peer] = {}
         self._members: dict[bytes, Peer] = {}
         self._sources: dict[int, Any] = {}
-        self._messages = Messages(self.hub, _GROUP, self._sources, _Anyone(self))
+        self.messages = Messages(self.hub, _GROUP, self._sources, _Anyone(self))
         #: Those that connected and were not accepted yet, in order.
         self._arrived: dict[Peer, None] = {}
         #: Peers that are gone, but of which messages are still to be received.
@@ -186,13 +187,8 @@ class Endpoint:
         if known is not None:
             self._members[identity.uid] = known
             return known
-        peer = Peer(
-            self.hub,
-            self._messages,
-            identity=identity,
-            loopback=oneself,
-            addresses=tuple(map(Address.parse, identity.addresses)),
-        )
+        addresses = tuple(map(Address.parse, identity.addresses))
+        peer = self._make_peer(identity=identity, loopback=oneself, addresses=addresses)
         self._peers[identity.uid] = peer
         self._members[identity.uid] = peer
         self._sources[peer.router.index] = peer
@@ -220,9 +216,19 @@ class Endpoint:
         return peer.router
 
     def _new_peer(self, addresses: tuple[Address, ...] = ()) -> Peer:
-        peer = Peer(self.hub, self._messages, addresses=addresses)
+        peer = self._make_peer(addresses=addresses)
         self._sources[peer.router.index] = peer
         return peer
+
+    def oneself(self) -> Peer:
+        """A peer that is this endpoint. With the engine's lock."""
+        peer = self._make_peer(identity=self._identity(), loopback=True)
+        self._sources[peer.router.index] = peer
+        return peer
+
+    def _make_peer(self, **about: Any) -> Peer:
+        """What is put on top of endpoints has peers of its own kind."""
+        return Peer(self.hub, self.messages, **about)
 
     def _forget(self, router: PeerRouter) -> None:
         """A peer made for connect() turned out to be one that is known already."""
@@ -315,6 +321,14 @@ class Endpoint:
 
     # ------------------------------------------------------------------ services
 
+    def attach(self, service: int, handler: Service, prompt: Service, agent: Agent) -> None:
+        """Serve requests to `service` (those that come alone by `prompt`), and let `agent` know of peers that end. With
+        the engine's lock."""
+        self.hub.check_open()
+        self.hub.services[service] = handler
+        self.hub.prompt_services[service] = prompt
+        self.hub.agents.append(agent)
+
     def request(self, peer: Peer, service: int, body: bytes, op: str, timeout: float | None = None) -> Reply:
         """Ask a peer's service and wait for the reply."""
         with self.hub.engine:
@@ -330,23 +344,23 @@ class Endpoint:
 
     def recv(self, out: Any, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Receive into a buffer from whichever peer sends first; `status.source` is that Peer."""
-        return self._messages.recv(None, None, out, tag, timeout)
+        return self.messages.recv(None, None, out, tag, timeout)
 
     def irecv(self, out: Any, tag: int = ANY_TAG, timeout: float | None = None) -> Work[Status]:
         """Like `recv`, without waiting."""
-        return self._messages.irecv(None, ANY_SOURCE, out, tag, timeout)
+        return self.messages.irecv(None, ANY_SOURCE, out, tag, timeout)
 
     def probe(self, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Wait until a message from anyone could be received; `status.source` is the Peer to receive it from."""
-        return self._messages.probe(None, ANY_SOURCE, tag, timeout)
+        return self.messages.probe(None, ANY_SOURCE, tag, timeout)
 
     def iprobe(self, tag: int = ANY_TAG) -> Status | None:
         """Like `probe`, without waiting: None when there is no message now."""
-        return self._messages.iprobe(ANY_SOURCE, tag)
+        return self.messages.iprobe(ANY_SOURCE, tag)
 
     def recv_object(self, tag: int = ANY_TAG, timeout: float | None = None) -> Any:
         """Receive an object from whichever peer sends first."""
-        return self._messages.recv_object(None, ANY_SOURCE, tag, timeout)
+        return self.messages.recv_object(None, ANY_SOURCE, tag, timeout)
 
     # ------------------------------------------------------------------ the end
 
@@ -359,6 +373,8 @@ class Endpoint:
             if self.hub.closed:
                 return
             self.hub.closed = f"Endpoint {self.name!r} is closed."
+            for agent in self.hub.agents:
+                agent.closing()
             for work in self.hub.abandon():  # what has not come will not come any more
                 work.fail(self.hub.closed_error(work.op, work.tag))
             routers = [router for router in self.hub.routers.values() if isinstance(router, PeerRouter)]
@@ -368,7 +384,7 @@ class Endpoint:
                 router.say_goodbye("it closed its endpoint")
             engine.drive(Until(lambda: all(router.link is None for router in routers)), deadline)
             self._free(routers)
-        engine.stop()
+        self._stop()
         if unsent:
             raise DeadlineError(
                 f"Endpoint {self.name!r} was closed before everything was sent to {', '.join(unsent)}.",
@@ -382,10 +398,17 @@ class Endpoint:
             if self.hub.closed:
                 return
             self.hub.closed = f"Endpoint {self.name!r} was aborted."
+            for agent in self.hub.agents:
+                agent.closing()
             for router in self.hub.routers.values():
                 if reason and isinstance(router, PeerRouter):
                     router.say_failed(reason)
             self._free([router for router in self.hub.routers.values() if isinstance(router, PeerRouter)])
+        self._stop()
+
+    def _stop(self) -> None:
+        for agent in self.hub.agents:
+            agent.closed()
         self.hub.engine.stop()
 
     def _free(self, routers: list[PeerRouter]) -> None:

@@ -9,17 +9,18 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from rankmesh.buffers import BufferPool
+from rankmesh.buffers import BufferPool, RecyclingPool
 from rankmesh.config import Config
 from rankmesh.endpoint.loopback import Loopback
 from rankmesh.endpoint.matching import ANY_SOURCE, Matcher
 from rankmesh.endpoint.outbound import RPC
 from rankmesh.endpoint.progress import Engine
+from rankmesh.endpoint.requests import Awaiting
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.endpoint.transfers import Landing, Message, Posted, Probe, Receive
 from rankmesh.endpoint.work import Work
@@ -38,9 +39,26 @@ _OBJECT: Final = int(Flag.OBJECT)
 #: Looks at every peer's liveness per heartbeat interval: how finely silence is measured.
 LOOKS: Final = 4
 
-#: A service handler: (router, ident, payload). It runs on the thread that leads, with the lock, and must not block;
-#: the payload is valid during the call only. It answers by `router.reply(ident, …)`, now or later.
-Service = Callable[[PeerRouter, int, memoryview], None]
+#: A service handler: (router, ident, payload, owned). It runs on the thread that leads, with the lock, and must not
+#: block; the payload is valid during the call only, unless it is owned. It answers by `router.reply(ident, …)`, now or
+#: later.
+Service = Callable[[Router, int, memoryview, bool], None]
+
+
+class Agent(Protocol):
+    """What stands on an endpoint and must learn of its peers' ends and of its own. The first three are called with the
+    lock."""
+
+    def needs(self, router: Router) -> bool:
+        """Whether the connection must stay although it is quiet."""
+
+    def peer_lost(self, router: Router) -> None: ...
+
+    def closing(self) -> None:
+        """The endpoint takes no more work."""
+
+    def closed(self) -> None:
+        """Everything has ended: free what is left. Without the lock."""
 
 
 class Hub:
@@ -56,6 +74,13 @@ class Hub:
         self.pool = BufferPool(config.peer_credit_bytes)
         self.arena: Arena = Arena(self._unshare)
         self.services: dict[int, Service] = {}
+        #: The same, for requests that came alone: these may step down from the lead to run users' code.
+        self.prompt_services: dict[int, Service] = {}
+        self.agents: list[Agent] = []
+        #: Replies that came for requests given up before.
+        self.late_replies = 0
+        #: Memory of large requests and replies, used again once nothing refers to it.
+        self.rpc_pool = RecyclingPool(config.rpc_inflight_bytes)
         #: Members of each closed group, by index: a wildcard receive fails when none is left.
         self.members: dict[int, set[int]] = {}
         self.closed = ""
@@ -207,14 +232,14 @@ class Hub:
                     posted.fail(self._nobody_left(posted))
         self.on_lost(router, left)
 
-    def abandon(self) -> list[Work[Any]]:
+    def abandon(self) -> list[Work[Any] | Awaiting]:
         """The end: take out whatever still waits and belongs to no connection."""
         receives = self.matcher.posted()
         for receive in receives:
             self.matcher.unpost(receive)
         probes, self.probes = self.probes, []
-        sends = [send for router in self.routers.values() if isinstance(router, Loopback) for send in router.close()]
-        return [*receives, *probes, *sends]
+        own = [work for router in self.routers.values() if isinstance(router, Loopback) for work in router.close()]
+        return [*receives, *probes, *own]
 
     # ------------------------------------------------------------------ liveness
 
@@ -251,14 +276,6 @@ class Hub:
         return gap if now - back < self.config.heartbeat_timeout else 0.0
 
     # ------------------------------------------------------------------ RPC
-
-    def on_request(self, router: PeerRouter, service: int, ident: int, payload: memoryview) -> None:
-        handler = self.services.get(service)
-        if handler is None:
-            text = f"{self.engine.name} offers no service {service}".encode()
-            router.reply(ident, [memoryview(text)], len(text), failed=True)
-        else:
-            handler(router, ident, payload)
 
     def rpc_announced(self, incoming: Incoming, header: tuple[int, ...]) -> None:
         """A large request or reply is granted when there is room for it, in the order of announcement."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 from rankmesh.buffers import BufferPool, fresh
 from rankmesh.endpoint.direct import Direct, RingPath, SocketPath
 from rankmesh.endpoint.incoming import Incoming
-from rankmesh.endpoint.outbound import RPC, TURN_BYTES
+from rankmesh.endpoint.outbound import RPC, RPC_FLAG, TURN_BYTES
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError
 from rankmesh.wire.credit import OVERHEAD, CreditIn
-from rankmesh.wire.header import Flag, Kind, Limits
+from rankmesh.wire.header import Kind, Limits
 from rankmesh.wire.messages import decode_control
 from rankmesh.wire.parser import Parser
 
@@ -64,7 +64,7 @@ class Inbound:
             Kind.PING: self._on_ping,
             Kind.CREDIT: self._on_credit,
             Kind.CONTROL: self._on_control,
-            Kind.GOODBYE: self._on_goodbye,
+            Kind.GOODBYE: self._on_control,
             Kind.EAGER: self._on_eager,
             Kind.ANNOUNCE: self.incoming.on_announce,
             Kind.GRANT: self._on_grant,
@@ -72,8 +72,8 @@ class Inbound:
             Kind.WITHDRAW: self.incoming.on_withdraw,
             Kind.DATA: self.incoming.on_data,
             Kind.ABORT: self.incoming.on_abort,
-            Kind.REQUEST: self._on_request,
-            Kind.REPLY: self._on_reply,
+            Kind.REQUEST: self._on_rpc,
+            Kind.REPLY: self._on_rpc,
         }
 
     def attach(self, link: Link, polled: PolledLink | None) -> None:
@@ -236,9 +236,6 @@ class Inbound:
     def _on_control(self, header: Header) -> None:
         self.with_payload(header, lambda _, payload: self.router.on_control(decode_control(payload)))
 
-    def _on_goodbye(self, header: Header) -> None:
-        self.with_payload(header, lambda _, payload: self.router.on_control(decode_control(payload)))
-
     def _on_grant(self, header: Header) -> None:
         self.router.outbound.on_grant(header[5])
 
@@ -343,13 +340,9 @@ class Inbound:
 
     # ------------------------------------------------------------------ RPC
 
-    def _on_request(self, header: Header) -> None:
-        self.with_payload(header, self._rpc_here)
-
-    def _on_reply(self, header: Header) -> None:
+    def _on_rpc(self, header: Header) -> None:
         self.with_payload(header, self._rpc_here)
 
     def _rpc_here(self, header: Header, payload: memoryview) -> None:
-        flags = header[2] & ~RPC | (Flag.REQUEST if header[1] == Kind.REQUEST else Flag.REPLY)
         self.bytes += payload.nbytes
-        self.router.on_rpc(flags, header[3], header[4], payload)
+        self.router.on_rpc(header[2] & ~RPC | RPC_FLAG[header[1]], header[3], header[4], payload, False)

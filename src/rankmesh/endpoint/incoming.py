@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from rankmesh.buffers import fresh
 from rankmesh.endpoint.outbound import MAX_ANNOUNCED, RPC
 from rankmesh.endpoint.sharing import Copy, Reference
 from rankmesh.endpoint.transfers import Landing, Message, Receive
@@ -147,7 +146,7 @@ class Incoming:
         _, _, flags, group, tag, ident, _, nbytes = header
         if not self._attached:
             return False
-        self._incoming[ident] = Landing(self, None, nbytes, group, tag, ident, flags, fresh(nbytes))
+        self._incoming[ident] = Landing(self, None, nbytes, group, tag, ident, flags, self._hub.rpc_pool.take(nbytes))
         self._router.outbound.control(Kind.GRANT, ident)
         return True
 
@@ -175,7 +174,7 @@ class Incoming:
         if landing.flags & RPC:
             self._hub.rpc_landed(landing)
             if landing.view is not None:
-                self._router.on_rpc(landing.flags, landing.group, landing.tag, landing.view)
+                self._router.on_rpc(landing.flags, landing.group, landing.tag, landing.view, True)
         elif landing.receive is not None:
             landing.receive.arrived(self._router.index, landing.tag, landing.nbytes)
 

@@ -81,6 +81,7 @@ class OutQueue:
 
     def __init__(self) -> None:
         self._lanes: tuple[deque[Frame], ...] = tuple(deque() for _ in Lane)
+        self._nbytes = [0] * len(Lane)
         self._bulk: deque[Transfer] = deque()
         self._committed: deque[Frame] = deque()
 
@@ -89,10 +90,15 @@ class OutQueue:
 
     def push(self, lane: Lane, frame: Frame) -> None:
         self._lanes[lane].append(frame)
+        self._nbytes[lane] += frame.nbytes
 
     def resume(self, frame: Frame) -> None:
         """A frame that was sent in part outside the queue: its rest comes before everything else."""
         self._committed.appendleft(frame)
+
+    def nbytes(self, lane: Lane) -> int:
+        """Bytes of a lane's frames that have not begun."""
+        return self._nbytes[lane]
 
     def waiting(self, lane: Lane) -> int:
         """Frames of a lane that have not begun."""
@@ -136,10 +142,11 @@ class OutQueue:
         for frame in self._committed:
             if frame.owner is owner:
                 frame.privatise()
-        for queue in self._lanes:
+        for lane, queue in enumerate(self._lanes):
             for frame in queue:
                 if frame.owner is owner:
                     queue.remove(frame)
+                    self._nbytes[lane] -= frame.nbytes
                     return True
         return False
 
@@ -151,14 +158,16 @@ class OutQueue:
     def clear(self) -> None:
         for queue in (*self._lanes, self._committed):
             queue.clear()
+        self._nbytes = [0] * len(Lane)
         self._bulk.clear()
 
     def _fill(self) -> None:
         committed = self._committed
         room = COMMIT_BYTES
-        for queue in self._lanes:
+        for lane, queue in enumerate(self._lanes):
             while queue and (room >= queue[0].nbytes or not committed):
                 frame = queue.popleft()
+                self._nbytes[lane] -= frame.nbytes
                 committed.append(frame)
                 room -= frame.nbytes
             if queue:

@@ -10,17 +10,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rankmesh.buffers import readable
+from rankmesh.endpoint.lanes import Lane
+from rankmesh.endpoint.outbound import RPC
+from rankmesh.endpoint.requests import Awaiting, Conversation
 from rankmesh.endpoint.shortcut import Carrier
 from rankmesh.endpoint.transfers import Message, Receive, Send, SendState
-from rankmesh.errors import PeerLost
+from rankmesh.errors import PeerLost, UsageError
 from rankmesh.wire.credit import OVERHEAD
+from rankmesh.wire.header import Flag, Kind
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
     from rankmesh.endpoint.peer import Peer
 
 
-class Loopback:
+class Loopback(Conversation):
     """The router of this endpoint's messages to itself; it is both its own outbound and inbound half."""
 
     #: There is no connection to look at.
@@ -28,6 +32,7 @@ class Loopback:
     carrier = Carrier("self", "this process")
 
     def __init__(self, hub: Hub, peer: Peer, index: int) -> None:
+        super().__init__()
         self.hub = hub
         self.engine = hub.engine
         self.peer = peer
@@ -36,6 +41,9 @@ class Loopback:
         self.link = None
         self.outbound = self
         self.inbound = self
+        self.rpc_bytes = 0
+        self.blocked = False
+        self._last_ident = 0
         self._kept = 0
         self._sends: dict[Message, Send] = {}
 
@@ -97,11 +105,49 @@ class Loopback:
     def known(self, now: float) -> str:
         return "It is this process itself: no matching call was made here."
 
-    def close(self) -> list[Send]:
-        """Forget everything; the sends that still wait are returned."""
-        sends = list(self._sends.values())
+    def close(self) -> list[Send | Awaiting]:
+        """Forget everything; the sends and requests that still wait are returned."""
+        waiting: list[Send | Awaiting] = [*self._sends.values(), *self.requests.values()]
         self._sends.clear()
-        return sends
+        self.requests.clear()
+        return waiting
+
+    # ------------------------------------------------------------------ requests and replies
+
+    def new_ident(self) -> int:
+        self._last_ident += 1
+        return self._last_ident
+
+    def send_rpc(
+        self, kind: int, flags: int, service: int, ident: int, body: bytes | memoryview, more: bool = False
+    ) -> bool:
+        """A small request or reply: like a peer's, in memory of its own."""
+        flags = flags & ~RPC | (Flag.REQUEST if kind == Kind.REQUEST else Flag.REPLY)
+        self.on_rpc(flags, service, ident, memoryview(bytearray(body)), True)
+        return True
+
+    def start(self, send: Send) -> None:
+        """A request or reply of any size, in parts."""
+        limit = self.hub.config.max_rpc_bytes
+        if send.nbytes > limit:
+            raise UsageError(
+                f"{send.nbytes} bytes for {self.peer} exceed the limit of {limit}. Send less at once, or raise "
+                "Config.max_rpc_bytes."
+            )
+        view = self.hub.rpc_pool.take(send.nbytes)
+        _gather(send.parts, view)
+        send.finish(None)
+        self.on_rpc(send.flags, send.group, send.tag or 0, view, True)
+
+    def flush(self) -> None:
+        """Nothing is ever queued."""
+
+    def check_unread(self, lane: Lane) -> None:
+        """Everything is read at once."""
+
+    def reply(self, ident: int, parts: list[memoryview], nbytes: int, failed: bool = False, service: int = 0) -> None:
+        flags = Flag.REPLY | Flag.ERROR if failed else Flag.REPLY
+        self.start(Send(self, "reply to", service, ident, int(flags), parts, nbytes, self.hub.config.timeout))
 
 
 def _gather(parts: list[memoryview], view: memoryview) -> None:

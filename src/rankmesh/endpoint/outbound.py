@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _pack = HEADER.pack
 _EAGER: Final = int(Kind.EAGER)
 RPC: Final = int(Flag.REQUEST | Flag.REPLY)
+#: What a frame of this kind would be announced with.
+RPC_FLAG: Final = {int(Kind.REQUEST): int(Flag.REQUEST), int(Kind.REPLY): int(Flag.REPLY)}
 
 #: Up to this size header and payload are joined into one buffer: cheaper than a gathering system call.
 JOIN_BYTES: Final = 16 * 1024
@@ -74,6 +76,9 @@ class Outbound:
         self.bytes = 0
         #: Set by traffic, cleared by the heartbeat.
         self.spoke = False
+        #: Of requests and replies that have not left, but for those that `send_rpc` queued.
+        self.rpc_bytes = 0
+        self._join_limit = 0
 
     def attach(self, link: Link, remote: Identity, polled: PolledLink | None) -> None:
         self._link = link
@@ -173,6 +178,53 @@ class Outbound:
             self.start(send)
             return send
 
+    def send_rpc(
+        self, kind: int, flags: int, service: int, ident: int, body: bytes | memoryview, more: bool = False
+    ) -> bool:
+        """Send a small request or reply, which is ours to keep: header and body in one system call if nothing waits.
+        False: it has to go as a Send (there is no connection now, or it is too large). `more`: the caller has others
+        for this peer, and flushes after the last."""
+        nbytes = len(body)
+        if nbytes > self._join_limit or self._link is None or self.paused:
+            return False
+        header = _pack(VERSION, kind, flags, service, ident, 0, nbytes, 0)
+        size = HEADER_BYTES + nbytes
+        if self._clear and self._ring is not None and self._ring.put(begin(header, nbytes), memoryview(body)):
+            self._after_write()
+            self.spoke = True
+            self.frames += 1
+            self.bytes += nbytes
+            return True
+        frame = b"".join((header, body))
+        if self._clear and not more:
+            try:
+                sent = self._link_send(frame)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._router.broken(error)
+                return False
+            self.spoke = True
+            if sent != size:
+                self._queue.resume(Frame([memoryview(frame)[sent:]], size - sent))
+                self.flush()
+        else:
+            if self._queue.nbytes(Lane.RPC) + size > self._config.rpc_send_bytes:
+                raise self._rpc_full(nbytes)
+            self._queue.push(Lane.RPC, Frame([frame], size))
+            self._clear = False
+            if not self.blocked and not more:  # else readiness flushes
+                self.flush()
+        self.frames += 1
+        self.bytes += nbytes
+        return True
+
+    def _rpc_full(self, nbytes: int) -> BusyError:
+        return BusyError(
+            f"Requests and replies to {self._router.peer} wait already, and {nbytes} bytes more would exceed "
+            f"Config.rpc_send_bytes ({self._config.rpc_send_bytes})."
+        )
+
     def _not_sent(self, error: OSError, tag: int) -> int:
         """The link took nothing: not now, or never again."""
         if isinstance(error, BlockingIOError):
@@ -213,6 +265,11 @@ class Outbound:
                 f"{waiting} sends to {self._router.peer} wait already, as many as "
                 f"Config.send_queue_bytes ({self._config.send_queue_bytes}) allows."
             )
+        if send.flags & RPC:
+            if self.rpc_bytes and self.rpc_bytes + send.nbytes > self._config.rpc_send_bytes:
+                raise self._rpc_full(send.nbytes)
+            self.rpc_bytes += send.nbytes
+            send.counted = True
         if self._link is None:
             self._waiting.append(send)
             self._router.hub.want_link(self._router)
@@ -322,7 +379,7 @@ class Outbound:
             self.advance()
 
     def abandon(self) -> list[Send]:
-        """Forget every send; return those that somebody may wait for (nobody does for a reply): the peer is gone."""
+        """Forget every send and return them: the peer is gone."""
         owners = [owner for owner in self._queue.owners() if isinstance(owner, Send)]
         stalled = [send for lane in self._stalled.values() for send in lane]
         sends = {*self._waiting, *stalled, *self._announced.values(), *owners}
@@ -330,7 +387,7 @@ class Outbound:
         self._stalled.clear()
         self._announced.clear()
         self._queue.clear()
-        return [send for send in sends if not send.finished and not send.flags & Flag.REPLY]
+        return [send for send in sends if not send.finished]
 
     # ------------------------------------------------------------------ what the other side answers
 

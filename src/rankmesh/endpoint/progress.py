@@ -20,6 +20,9 @@ paid off (`Spin`).
 5. **Fairness.** Python's locks are unfair. Whoever finds the lock taken says so in `contenders`; a leader that sees
 contenders stops
    polling, and a caller that sees them steps aside for a moment after its call.
+6. **Users' code** (callbacks, inline handlers of RPC) runs when nobody leads and without the lock: it may use the
+   endpoint as it likes. It is deferred to whoever leaves the lock next, and a leader that sees some stops polling and
+   runs it; or a leader steps down in the middle of its round, runs it, and steps up again.
 
 Handlers, timers and `Work._finish` run with the lock held and must not block. Users' callbacks run without it
 (`defer`). Readiness is level-triggered, so an event that a deposed leader ignored is seen by the next.
@@ -162,6 +165,20 @@ class Engine:
         """Run a user's callback soon, without the lock."""
         self.deferred.append(callback)
 
+    def step_down(self) -> object | None:
+        """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
+        `step_up`: it must not keep anything in its hands that others may change meanwhile."""
+        leader, self.leader = self.leader, None
+        self.lock.release()
+        return leader
+
+    def step_up(self, leader: object | None) -> None:
+        """Take the lock again, and the lead if nobody waits with it."""
+        if not self.lock.acquire(False):
+            self.acquire()
+        if self.leader is None or self.leader is self.background:
+            self.leader = leader
+
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any
         thread."""
@@ -213,7 +230,7 @@ class Engine:
                             elif now >= end:
                                 spin.miss()
                                 break
-                            if self.contenders:
+                            if self.contenders or self.deferred:
                                 break
                     self._block(work, deadline)
                 finally:

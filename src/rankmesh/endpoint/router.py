@@ -18,6 +18,7 @@ from rankmesh.endpoint.inbound import Inbound
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import Outbound
 from rankmesh.endpoint.progress import Look
+from rankmesh.endpoint.requests import Awaiting, Conversation, Request
 from rankmesh.endpoint.transfers import Send
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import BusyError, ConnectError, PeerError, PeerLost, ProtocolError, RankmeshError, UsageError
@@ -39,33 +40,11 @@ _OUT: Final = select.EPOLLOUT
 _ANY: Final = _IN | _OUT
 
 
-class Reply:
-    """What came back for a request: its payload, and whether it tells of a failure."""
-
-    __slots__ = ("failed", "payload")
-
-    def __init__(self, payload: memoryview, failed: bool) -> None:
-        self.payload = payload
-        self.failed = failed
-
-
-class Request(Work[Reply]):
-    """A request waiting for its reply."""
-
-    def __init__(self, router: PeerRouter, op: str, ident: int, timeout: float) -> None:
-        super().__init__(router.engine, op, router.peer, None, timeout)
-        self._router = router
-        self.ident = ident
-
-    def _give_up(self, error: RankmeshError) -> None:
-        self._router.requests.pop(self.ident, None)
-        self.fail(error)
-
-
-class PeerRouter:
+class PeerRouter(Conversation):
     """See the module's text."""
 
     def __init__(self, hub: Hub, peer: Peer, index: int) -> None:
+        super().__init__()
         self.hub = hub
         self.engine = hub.engine
         self.peer = peer
@@ -79,7 +58,6 @@ class PeerRouter:
         self.lost_at = 0.0
         #: Kept open although it is quiet.
         self.pinned = False
-        self.requests: dict[int, Request] = {}
         self.outbound = Outbound(self)
         self.inbound = Inbound(self)
         self.last_heard = 0.0
@@ -203,6 +181,7 @@ class PeerRouter:
             and not self.requests
             and bool(self.peer.addresses)  # else it could not be reached again
             and not self.hub.awaits(self.index)
+            and not any(agent.needs(self) for agent in self.hub.agents)
         )
 
     def on_control(self, message: Control) -> None:
@@ -244,11 +223,11 @@ class PeerRouter:
         self.requests[request.ident] = request
         return request
 
-    def reply(self, ident: int, parts: list[memoryview], nbytes: int, failed: bool = False) -> None:
+    def reply(self, ident: int, parts: list[memoryview], nbytes: int, failed: bool = False, service: int = 0) -> None:
         """Answer a request. A peer that is gone needs no answer, and who is closing gives none."""
         if not self.gone and not self.hub.closed:
             flags = Flag.REPLY | Flag.ERROR if failed else Flag.REPLY
-            send = Send(self, "reply to", 0, ident, int(flags), parts, nbytes, self.hub.config.timeout)
+            send = Send(self, "reply to", service, ident, int(flags), parts, nbytes, self.hub.config.timeout)
             try:
                 self.outbound.start(send)
             except (UsageError, BusyError) as error:  # larger than the other side takes, or too many wait
@@ -258,15 +237,6 @@ class PeerRouter:
                 else:
                     self.reply(ident, [memoryview(text)], len(text), failed=True)
             self.outbound.check_unread(Lane.RPC)
-
-    def on_rpc(self, flags: int, service: int, ident: int, payload: memoryview) -> None:
-        """A request or a reply is here. `payload` is valid during the call only."""
-        if flags & Flag.REQUEST:
-            self.hub.on_request(self, service, ident, payload)
-            return
-        request = self.requests.pop(ident, None)
-        if request is not None:  # else it was given up, and the reply is late
-            request.finish(Reply(memoryview(bytes(payload)), bool(flags & Flag.ERROR)))
 
     # ------------------------------------------------------------------ the end
 
@@ -305,6 +275,8 @@ class PeerRouter:
         # Who was away for that long is the one that was given up: what it believes of others is not for passing on.
         self.hub.lost(self, left or absence > 0)
         self._fail_all(self.hub.closed_error if self.hub.closed else self.lost_error)
+        for agent in self.hub.agents:
+            agent.peer_lost(self)
         self.hub.departed(self)
 
     def unreachable(self, error: PeerError) -> None:
@@ -329,7 +301,7 @@ class PeerRouter:
         sends = self.outbound.abandon()
         self.outbound.detach()
         requests, self.requests = list(self.requests.values()), {}
-        works: list[Work[Any]] = [*landing, *posted, *sends, *requests]
+        works: list[Work[Any] | Awaiting] = [*landing, *posted, *sends, *requests]
         for work in works:
             work.fail(make_error(work.op, work.tag))
 

@@ -71,6 +71,8 @@ class Send(Work[None]):
         self.sent = 0
         self.state = SendState.WAITING
         self._cursor: Cursor | None = None
+        #: It counts in its outbound's `rpc_bytes`.
+        self.counted = False
 
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
         if self._cursor is None:
@@ -86,6 +88,8 @@ class Send(Work[None]):
     def _end(self) -> None:
         self.parts = []
         self._cursor = None
+        if self.counted:
+            self._router.outbound.rpc_bytes -= self.nbytes
         super()._end()
 
     def _give_up(self, error: RankmeshError) -> None:

@@ -19,7 +19,7 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -31,6 +31,8 @@ from rankmesh.membership.interfaces import choose_address
 from rankmesh.membership.store import StoreClient, StoreServer
 from rankmesh.transport.address import Address
 from rankmesh.wire.messages import Identity
+
+E = TypeVar("E", bound=Endpoint)
 
 #: Seconds between looks at the rendezvous file.
 LOOK: Final = 0.02
@@ -198,15 +200,15 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def open_endpoint(meeting: Meeting, config: Config) -> Endpoint:
-    """This rank's endpoint, on an address that its peers can reach."""
+def open_endpoint(meeting: Meeting, config: Config, make: type[E]) -> E:
+    """This rank's endpoint, of the kind `make`, on an address that its peers can reach."""
     store = meeting.stores[0]
     if store.scheme == "inproc":
         listen = "inproc://"
     else:
         choice = choose_address(config.interface, store.host, store.port)
         listen = str(Address(store.scheme, choice.address, 0))
-    return Endpoint(listen, name=f"rank {meeting.rank}", config=config, rank=meeting.rank, run=meeting.run)
+    return make(listen, name=f"rank {meeting.rank}", config=config, rank=meeting.rank, run=meeting.run)
 
 
 def meet(endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:

@@ -15,7 +15,7 @@ import msgspec
 
 from rankmesh.config import MIB, Config
 from rankmesh.endpoint import Endpoint, Peer
-from rankmesh.endpoint.router import PeerRouter
+from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.endpoint.timers import Timer
 from rankmesh.errors import DeadlineError, RankmeshError, RemoteError
 
@@ -108,7 +108,8 @@ class StoreServer:
 
     # ------------------------------------------------------------------ with the engine's lock
 
-    def _handle(self, router: PeerRouter, ident: int, payload: memoryview) -> None:
+    def _handle(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
+        assert isinstance(router, PeerRouter)
         try:
             ask: Ask = _asks.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,0 +1,481 @@
+"""Calls under way, as the caller sees them.
+
+A call is a Work that waits in its router's `requests` under its ident. Its way, written out for its speed: the caller's
+thread packs the arguments, takes the lock once, sends with one system call, and drives the engine itself until the
+reply is there. The reply's bytes are decoded by whoever asks for the result, without the lock.
+
+Giving up (timeout, cancel) takes the call out of `requests`, withdraws what has not left, and tells the server. What
+comes for it afterwards is counted as late and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Final
+
+import msgspec
+
+from rankmesh.buffers import readable, writable
+from rankmesh.codec import unpack_plain
+from rankmesh.endpoint.outbound import JOIN_BYTES, SEND_COST
+from rankmesh.endpoint.router import Router
+from rankmesh.endpoint.transfers import Send, SendState
+from rankmesh.endpoint.work import Work
+from rankmesh.errors import (
+    BusyError,
+    CancelledError,
+    CodecError,
+    ConnectError,
+    DeadlineError,
+    FunctionNotFound,
+    InternalError,
+    InvalidMessage,
+    NoConnection,
+    PeerLost,
+    RankmeshError,
+    RemoteError,
+    TruncationError,
+    remote_error,
+)
+from rankmesh.rpc.protocol import (
+    PLAIN_RESULT,
+    REPLY,
+    SERVICE,
+    Bit,
+    Failure,
+    Kind,
+    Why,
+    malformed,
+    read_failure,
+    read_item,
+    read_reply,
+    signal,
+)
+from rankmesh.wire.header import Flag
+from rankmesh.wire.header import Kind as FrameKind
+
+_REPLY_BYTES: Final = REPLY.size
+_PLAIN_RESULT: Final = PLAIN_RESULT[0]
+_REQUEST: Final = int(FrameKind.REQUEST)
+_REQUEST_FLAG: Final = int(Flag.REQUEST)
+_FAILURE: Final = Kind.FAILURE
+CANCEL: Final = signal(Kind.CANCEL)
+#: Seconds until a call that found the server's queue full tries again: the first time, then doubled up to the last.
+_AGAIN: Final = (0.001, 0.1)
+
+Part = memoryview | bytes
+
+
+class NotIdempotent(Exception):
+    """A second attempt was refused. It does not leave this package."""
+
+
+class Carrier(Send):
+    """The Send of a request too large for one frame, or without a connection yet: if it fails, so does the call."""
+
+    def __init__(self, call: Outgoing, parts: list[Part], nbytes: int) -> None:
+        views = [memoryview(part) for part in parts]
+        super().__init__(call.router, call.op, SERVICE, call.ident, _REQUEST_FLAG, views, nbytes, call.timeout)
+        self._call = call
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        call = self._call
+        if call.router.requests.get(call.ident) is call:  # else the router fails the call itself, or it has ended
+            del call.router.requests[call.ident]
+            call.fail(error)
+
+    def give_up(self) -> None:
+        """The call was given up: the caller's buffers are no longer read."""
+        if not self.finished:
+            self._give_up(CancelledError("The call was given up."))
+
+
+class Outgoing(Work[Any]):
+    """What a call and a stream have in common: a request sent under an ident, and replies to it."""
+
+    what = "call of"
+    tag: int | None = None
+    ident = 0
+    _carrier: Carrier | None = None
+
+    def __init__(self, router: Router, name: str, timeout: float) -> None:
+        # Work.__init__, written out: a call less for every call
+        self._engine = router.engine
+        self.router = router
+        self.peer = router.peer
+        self.name = name
+        self.timeout = timeout
+        self.began = monotonic()
+
+    @property
+    def op(self) -> str:  # type: ignore[override]  # a text that only errors need
+        return f"{self.what} {self.name!r} at"
+
+    def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
+        raise NotImplementedError
+
+    def send(self, parts: list[Part], nbytes: int) -> None:
+        """Send the request. With the lock."""
+        router, hub = self.router, self.router.hub
+        if hub.closed:
+            hub.check_open()
+        if router.gone:
+            raise router.lost_error(self.op, None)
+        requests = router.requests
+        if len(requests) * SEND_COST >= hub.config.send_queue_bytes:
+            raise BusyError(
+                f"{len(requests)} calls to {self.peer} are under way already, as many as Config.send_queue_bytes "
+                f"({hub.config.send_queue_bytes}) allows."
+            )
+        outbound = router.outbound
+        self.ident = ident = outbound.new_ident()
+        requests[ident] = self
+        try:
+            if len(parts) != 1 or not outbound.send_rpc(_REQUEST, 0, SERVICE, ident, parts[0]):
+                self.transmit(parts, nbytes)
+        except BaseException:
+            requests.pop(ident, None)
+            raise
+        self.hint = router.inbound.direct
+
+    def transmit(self, parts: list[Part], nbytes: int) -> None:
+        """A frame of this call's. With the lock."""
+        outbound = self.router.outbound
+        if nbytes <= JOIN_BYTES:
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            if outbound.send_rpc(_REQUEST, 0, SERVICE, self.ident, body):
+                return
+        self._carrier = Carrier(self, parts, nbytes)
+        outbound.start(self._carrier)
+
+    def tell(self, body: bytes) -> None:
+        """Something small about this call, if there is a connection to say it on. With the lock."""
+        try:
+            self.router.outbound.send_rpc(_REQUEST, 0, SERVICE, self.ident, body)
+        except BusyError:  # so much waits that the other side does not read: it will notice by itself
+            pass
+
+    def fail(self, error: BaseException) -> None:
+        carrier = self._carrier
+        if isinstance(error, ConnectError | PeerLost) and carrier is not None and carrier.state is SendState.WAITING:
+            about = {name: value for name, value in error.__dict__.items() if name != "message"}
+            error = NoConnection(error.message, **about, hint="The call was not sent. See that the peer runs.")
+        super().fail(error)
+
+    def leave(self) -> None:
+        """Take it out of the requests; what of it has not left does not. With the lock."""
+        self.router.requests.pop(self.ident, None)
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None and not carrier.finished:
+            carrier.give_up()
+        else:
+            self.tell(CANCEL)
+
+    def _give_up(self, error: RankmeshError) -> None:
+        self.leave()
+        self.fail(error)
+
+    def failure(self, body: memoryview | bytes) -> BaseException:
+        """The exception that a FAILURE stands for."""
+        try:
+            told = read_failure(body)
+        except InvalidMessage as error:
+            return error
+        make = _ERRORS.get(told.why)
+        return malformed(f"a failure of an unknown sort ({told.why!r})") if make is None else make(self, told)
+
+    def unserved(self, payload: memoryview | bytes) -> BaseException:
+        """The endpoint answered itself: it has no functions at all, or could not send the reply."""
+        text = bytes(payload).decode(errors="replace")
+        if f"no service {SERVICE}" in text:
+            return FunctionNotFound(
+                f"{self.peer} has registered no functions, so there is no {self.name!r}.",
+                function=self.name,
+                peer=str(self.peer),
+            )
+        return RemoteError(
+            f"{self.peer} could not answer the {self.what} {self.name!r}: {text}",
+            remote_type="RankmeshError",
+            remote_message=text,
+            peer=str(self.peer),
+        )
+
+
+class Notice(Outgoing):
+    """A call that nobody waits for."""
+
+    what = "notification of"
+
+    def complete(self, parts: list[Part], nbytes: int) -> None:
+        """Send it; wait until it has left, if it is large."""
+        with self._engine:
+            self.send(parts, nbytes)
+            del self.router.requests[self.ident]  # there will be no reply
+        if self._carrier is not None:
+            self._carrier.result()
+
+
+class Call(Outgoing):
+    """A call that waits for its result."""
+
+    # Defaults on the class, as in Work: what most calls never set costs them nothing.
+    _reply: Any = None
+    _foreign = False
+    _pause = _AGAIN[0]
+    #: Where, and as what, the caller wants the result.
+    out: Any = None
+    returns: Any = None
+
+    def __init__(
+        self,
+        router: Router,
+        name: str,
+        parts: list[Part],
+        nbytes: int,
+        timeout: float,
+        learn: Callable[[str], object],
+    ) -> None:
+        # Outgoing.__init__, written out
+        self._engine = router.engine
+        self.router = router
+        self.peer = router.peer
+        self.name = name
+        self.timeout = timeout
+        self.began = monotonic()
+        self._parts = parts
+        self._nbytes = nbytes
+        #: Told the name of a function that says it is idempotent.
+        self._learn = learn
+
+    def begin(self) -> None:
+        """Send it; the caller waits later."""
+        with self._engine:
+            self.send(self._parts, self._nbytes)
+
+    def complete(self) -> Any:
+        """Send it and wait for the result."""
+        engine = self._engine
+        if not engine.lock.acquire(False):
+            engine.acquire()
+        try:
+            self.send(self._parts, self._nbytes)
+            if not self.finished:
+                try:
+                    engine.drive(self, self.began + self.timeout)
+                except BaseException:
+                    self._interrupted()
+                    raise
+                if not self.finished:
+                    self._give_up(self._late(self.timeout))
+        finally:
+            engine.lock.release()
+            if engine.deferred or engine.contenders:
+                engine.after_release()
+        if self._reply is None and self._error is None:
+            return self._value
+        return self.outcome()
+
+    def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
+        if payload[:_REPLY_BYTES] == _PLAIN_RESULT and service == SERVICE and self.returns is None and self.out is None:
+            try:
+                (self._value,) = unpack_plain(payload[_REPLY_BYTES:])  # the short way: no copy, decoded right here
+            except (CodecError, ValueError):
+                pass  # the general way tells what is wrong
+            else:
+                del self.router.requests[self.ident]
+                self._parts = []
+                if self.parker is None and self._callbacks is None:
+                    self.finished = True
+                else:
+                    self._end()
+                return
+        if not owned:
+            payload = bytearray(payload)  # type: ignore[assignment]  # as good as a view, and arrays in it are writable
+        if service != SERVICE:
+            self._foreign = True
+        elif payload and payload[0] == _FAILURE and self._try_again(payload):
+            return
+        self.router.requests.pop(self.ident, None)
+        self._parts = []
+        self._reply = payload
+        if self.parker is None and self._callbacks is None:
+            self.finished = True
+        else:
+            self._end()
+
+    def _try_again(self, payload: memoryview) -> bool:
+        """The server's queue is full, and its callers shall wait. True: another attempt will be made."""
+        try:
+            waits = read_failure(payload[read_reply(payload)[2] :]).why == Why.WAIT
+        except InvalidMessage:
+            return False
+        if waits:
+            self._engine.call_at(monotonic() + self._pause, self._resend)
+            self._pause = min(2 * self._pause, _AGAIN[1])
+        return waits
+
+    def _resend(self) -> None:
+        if self.finished:
+            return
+        try:
+            self.transmit(self._parts, self._nbytes)
+        except RankmeshError as error:
+            self.router.requests.pop(self.ident, None)
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        self._parts = []
+        super().fail(error)
+
+    def outcome(self) -> Any:
+        reply = self._reply
+        if reply is not None:
+            self._decode(reply)
+            self._reply = None
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def expire(self) -> None:
+        """End it if its time is up. Takes the lock."""
+        with self._engine:
+            if not self.finished and monotonic() >= self.began + self.timeout:
+                self._give_up(self._late(self.timeout))
+
+    def exception(self) -> BaseException | None:
+        """What a call that has ended failed with."""
+        try:
+            self.outcome()
+        except BaseException as error:  # noqa: BLE001  # it is asked for
+            return error
+        return None
+
+    def _decode(self, payload: memoryview) -> None:
+        try:
+            if self._foreign:
+                raise self.unserved(payload)
+            kind, flags, body_at, _ = read_reply(payload)
+            body = memoryview(payload)[body_at:]
+            if kind == Kind.RESULT:
+                if flags & Bit.IDEMPOTENT:
+                    self._learn(self.name)
+                value = read_item(flags, body, self.router.hub.config.allow_pickle)
+                self._value = value if self.returns is None and self.out is None else self._land(value)
+            elif kind == _FAILURE:
+                raise self.failure(body)
+            else:
+                raise malformed(f"a reply of kind {kind} to a call")
+        except CodecError as error:
+            self._error = self._unreadable(error)
+        except Exception as error:  # noqa: BLE001  # kept, and raised for whoever asks for the result
+            self._error = error
+
+    def _unreadable(self, error: CodecError) -> InvalidMessage:
+        return InvalidMessage(
+            f"The result of {self.name!r} at {self.peer} cannot be read: {error.message}",
+            function=self.name,
+            peer=str(self.peer),
+            reason=error.message,
+            hint=error.hint,
+        )
+
+    def _land(self, value: Any) -> Any:
+        """The result where and as what the caller wants it."""
+        if self.returns is not None:
+            try:
+                value = msgspec.convert(value, self.returns)
+            except (msgspec.MsgspecError, TypeError, ValueError) as error:
+                raise CodecError(f"it is not a {self.returns}: {error}.", hint="Ask for what it returns.") from error
+        if self.out is not None:
+            _copy_into(self.out, value)
+            return self.out
+        return value
+
+
+def _copy_into(out: Any, value: Any) -> None:
+    source, target = readable(value), writable(out)
+    if source.nbytes != target.nbytes:
+        raise TruncationError(
+            f"The result has {source.nbytes} bytes and out= has {target.nbytes}.",
+            nbytes=source.nbytes,
+            capacity=target.nbytes,
+            hint="Pass an out= of just the result's size.",
+        )
+    target[:] = source
+
+
+_Maker = Callable[[Outgoing, Failure], BaseException]
+
+
+def _raised(call: Outgoing, told: Failure) -> BaseException:
+    error = remote_error(
+        told.type_name,
+        f"{call.name!r} raised {told.type_name} at {call.peer}: {told.message}",
+        remote_message=told.message,
+        remote_traceback=told.traceback,
+        peer=str(call.peer),
+    )
+    if told.traceback:
+        error.add_note(f"Remote traceback:\n{told.traceback}")
+    return error
+
+
+def _refused(call: Outgoing, told: Failure) -> BaseException:
+    return remote_error(
+        "PermissionError",
+        f"{call.peer} refuses the {call.what} {call.name!r}: {told.message}",
+        remote_message=told.message,
+        peer=str(call.peer),
+    )
+
+
+def _unsendable(call: Outgoing, told: Failure) -> BaseException:
+    return RemoteError(
+        f"{call.name!r} at {call.peer} returned what cannot be sent: {told.message}",
+        remote_type=told.type_name,
+        remote_message=told.message,
+        peer=str(call.peer),
+    )
+
+
+def _missing(call: Outgoing, told: Failure) -> BaseException:
+    like = f" Registered there: {', '.join(map(repr, told.names))}." if told.names else ""
+    return FunctionNotFound(
+        f"{call.peer} has no function {call.name!r}.{like}", function=call.name, nearest=told.names, peer=str(call.peer)
+    )
+
+
+def _late(call: Outgoing, told: Failure) -> BaseException:
+    return DeadlineError(
+        f"{call.peer} did not complete the {call.what} {call.name!r} in time: {told.message}",
+        op=call.op,
+        peer=str(call.peer),
+        elapsed=monotonic() - call.began,
+        timeout=call.timeout,
+        known=told.message,
+    )
+
+
+def _invalid(call: Outgoing, told: Failure) -> BaseException:
+    return InvalidMessage(told.message, function=call.name, peer=str(call.peer), reason=told.message)
+
+
+def _busy(call: Outgoing, told: Failure) -> BaseException:
+    return BusyError(told.message, hint="Call again later, or raise the bound named here on that side.")
+
+
+_ERRORS: Final[dict[str, _Maker]] = {
+    Why.RAISED: _raised,
+    Why.MISSING: _missing,
+    Why.INVALID: _invalid,
+    Why.BUSY: _busy,
+    Why.WAIT: _busy,
+    Why.LATE: _late,
+    Why.CANCELLED: lambda call, told: CancelledError(told.message),
+    Why.REFUSED: _refused,
+    Why.RESULT: _unsendable,
+    Why.NOT_IDEMPOTENT: lambda call, told: NotIdempotent(told.message),
+    Why.INTERNAL: lambda call, told: InternalError(f"{call.peer} failed in rankmesh itself: {told.message}"),
+}
