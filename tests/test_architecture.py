@@ -49,8 +49,7 @@ IMPURE = {
 FILE_LINES = 500
 FUNCTION_LINES = 60
 #: Module, or module:function → why it is longer.
-LONGER: dict[str, str] = {
-}
+LONGER: dict[str, str] = {}
 
 #: Never loaded by `import rankmesh`: extras, and what only the command line or one transport needs.
 NOT_AT_IMPORT = {

@@ -216,9 +216,10 @@ class RingPath(Direct):
 
     def attend(self, work: Waited) -> bool:
         inbound = self._inbound
-        while inbound.calm and not work.finished:
+        engine = self._engine
+        while inbound.calm and not work.finished and not engine.writers:
             if not self._wait():
-                return not self._engine.contenders
+                return not engine.contenders
             self.read_one()
         return False
 

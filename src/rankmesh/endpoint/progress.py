@@ -82,6 +82,8 @@ class Engine:
         self.leader: object | None = None
         self.closed = False
         self.backlog: deque[Backlogged] = deque()
+        #: Whoever waits for room to write: while there is anybody, all connections are looked at, not just one.
+        self.writers: set[object] = set()
         self.name = name
         self._epoll = select.epoll()
         self.poll = self._epoll.poll
@@ -190,7 +192,8 @@ class Engine:
                         spin.skip -= 1
                     elif spin.seconds:  # poll until `work` is done, or for so long without an event
                         hint = work.hint
-                        enough = hint is not None and self.drives % SWEEP and hint.attend(work)
+                        single = not self.writers and self.drives % SWEEP
+                        enough = single and hint is not None and hint.attend(work)
                         if work.finished:
                             spin.misses = 0
                             return
@@ -313,7 +316,7 @@ class Engine:
                 return False
             self.leader = None
         spin = self.spin
-        if spin.skip or self.backlog or not spin.seconds:
+        if spin.skip or self.backlog or self.writers or not spin.seconds:
             return False
         self.drives += 1
         return self.drives % SWEEP != 0
