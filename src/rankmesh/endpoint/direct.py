@@ -41,7 +41,7 @@ SOCKET_LOOKS: Final = (None,) * 12
 RING_LOOKS: Final = tuple((None,) * count for count in (2, 5, 10, 20, 40, 80))
 MOST_LOOKS: Final = len(RING_LOOKS) - 1
 #: How often it lets others run before it looks at the clock.
-YIELDS: Final = (None,) * 16
+YIELDS: Final = (None,) * 64
 #: Seconds that letting others run takes if there are others.
 CROWDED: Final = 1.2e-6
 #: A waiter that lets others run may go on for so many times Config.spin.
@@ -67,9 +67,9 @@ class Direct:
             engine.acquire()
         try:
             if (
-                self._inbound.calm
+                engine.may_look()
+                and self._inbound.calm
                 and len(view) <= self._eager_limit
-                and engine.may_look()
                 and self._matcher.untouched(group, self._index, tag)
                 and self._look(group, tag, view)
             ):
@@ -229,7 +229,7 @@ class RingPath(Direct):
         if not engine.lock.acquire(False):
             engine.acquire()
         try:
-            if not (inbound.calm and nbytes <= self._eager_limit and engine.may_look()):
+            if not (engine.may_look() and inbound.calm and nbytes <= self._eager_limit):
                 return False
             if not self._matcher.untouched(group, self._index, tag):
                 return False

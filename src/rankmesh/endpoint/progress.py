@@ -48,7 +48,7 @@ STEP_ASIDE: Final = 20e-6
 #: Seconds between looks of a thread that waits for the same work as another.
 SHARED_LOOK: Final = 0.005
 #: A waiter that knows which connection its message comes over first looks there: one system call instead of two for
-#: each message, or none. Every SWEEP-th wait looks at all connections, so that none is left out.
+#: each message, or none. Every SWEEP-th wait looks at all connections before, so that none is left out.
 SWEEP: Final = 32
 
 Handler = Callable[[int], None]
@@ -192,8 +192,9 @@ class Engine:
                         spin.skip -= 1
                     elif spin.seconds:  # poll until `work` is done, or for so long without an event
                         hint = work.hint
-                        single = not self.writers and self.drives % SWEEP
-                        enough = single and hint is not None and hint.attend(work)
+                        if not self.drives % SWEEP:
+                            self._sweep()
+                        enough = hint is not None and not self.writers and hint.attend(work)
                         if work.finished:
                             spin.misses = 0
                             return
@@ -255,8 +256,7 @@ class Engine:
                 self.timers.run(now)
                 continue
             if now >= deadline:
-                self.look_around()
-                self.dispatch(self.poll(0, EVENTS))  # what came while this thread was kept from running counts
+                self._sweep()  # what came while this thread was kept from running counts
                 return
             if self.deferred:
                 return
@@ -304,8 +304,7 @@ class Engine:
         if self.leader is None or self.leader is self.background:
             if self.backlog:
                 self.work_off_backlog()
-            self.look_around()
-            self.dispatch(self.poll(0, EVENTS))
+            self._sweep()
 
     def may_look(self) -> bool:
         """Whether a caller that holds the lock may look at one connection itself instead of leading. The background
@@ -319,7 +318,14 @@ class Engine:
         if spin.skip or self.backlog or self.writers or not spin.seconds:
             return False
         self.drives += 1
-        return self.drives % SWEEP != 0
+        if not self.drives % SWEEP:
+            self._sweep()
+        return True
+
+    def _sweep(self) -> None:
+        """Look at all connections once, so that none is left out."""
+        self.look_around()
+        self.dispatch(self.poll(0, EVENTS))
 
     def look_around(self) -> bool:
         """Serve what can be looked at without a system call. True: something happened."""
