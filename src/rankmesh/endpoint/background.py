@@ -107,6 +107,9 @@ class Background:
                     continue
                 if engine.deferred:
                     return  # users' callbacks run while nobody leads
+                if engine.backlog:  # a copy goes on
+                    engine.glance()
+                    continue
                 if engine.spin.worthwhile() and self._poll():
                     continue
                 if engine.looks and engine.arm():

@@ -76,6 +76,11 @@ class Direct:
             if engine.deferred or engine.contenders:
                 engine.after_release()
 
+    def retire(self) -> None:
+        """The connection is gone: whoever still holds this path, to wait on, finds that there is nothing to look at."""
+        self.looks = ()
+        self._eager_limit = -1
+
     def _look(self, group: int, tag: int, view: memoryview) -> bool:
         """Look for a while. What comes and does not fit is handled the general way."""
         raise NotImplementedError

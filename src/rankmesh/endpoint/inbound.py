@@ -96,7 +96,9 @@ class Inbound:
     def detach(self) -> list[Receive]:
         """Forget what was under way; the receives that waited for its bytes are returned."""
         self._link = None
-        self.direct = None
+        if self.direct is not None:
+            self.direct.retire()
+            self.direct = None
         self.calm = False
         self._then = None
         landings = {id(landing): landing for landing in (self._landing, *self.incoming.detach()) if landing is not None}
@@ -176,7 +178,6 @@ class Inbound:
     def resume(self) -> None:
         """Go on with frames that were read but not yet looked at, or with bytes that the link holds and does not show
         (TLS). Raises ProtocolError."""
-        self.incoming.copy_on()
         if self.backlogged:
             self.backlogged = False
             self._parse(self._parser.next_header())

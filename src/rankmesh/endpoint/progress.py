@@ -250,7 +250,8 @@ class Engine:
         while not work.finished:
             if self.backlog:
                 self.work_off_backlog()
-                continue
+                if work.finished:
+                    return
             now = monotonic()
             if now >= self.timers.next:
                 self.timers.run(now)
@@ -261,6 +262,9 @@ class Engine:
                 return
             if self.deferred:
                 return
+            if self.backlog:  # a copy goes on
+                self.glance()
+                continue
             if self.looks and self.arm():
                 continue
             work.parker = self._waker
@@ -307,6 +311,17 @@ class Engine:
                 self.work_off_backlog()
             self.look_around()
             self.dispatch(self.poll(0, EVENTS))
+
+    def glance(self) -> None:
+        """Between two pieces of a long piece of work: look once at everything, and let others have the lock."""
+        self.look_around()
+        self.dispatch(self.poll(0, EVENTS))
+        if self.contenders:
+            self.lock.release()
+            try:
+                sleep(STEP_ASIDE)
+            finally:
+                self.acquire()
 
     def may_look(self) -> bool:
         """Whether a caller that holds the lock may look at one connection itself instead of leading. The background
