@@ -154,7 +154,10 @@ def test_it_is_time_to_tell_before_the_writer_could_be_short_of_room() -> None:
 
 Op = tuple[str, int]
 SIZES = st.one_of(
-    st.integers(1, 200), st.integers(1, INLINE_MOST), st.sampled_from([56, 57, INLINE_MOST + 1]), st.integers(1, 300_000)
+    st.integers(1, 200),
+    st.integers(1, INLINE_MOST),
+    st.sampled_from([56, 57, INLINE_MOST + 1]),
+    st.integers(1, 300_000),
 )
 OPS = st.lists(
     st.one_of(
@@ -460,5 +463,3 @@ def test_two_processes_on_one_ring(cores: tuple[tuple[int, ...], tuple[int, ...]
             finally:
                 os.sched_setaffinity(0, before)
                 reader.release()
-
-

@@ -83,7 +83,7 @@ class ShmLink:
         self._notices = b""
         #: Descriptors that came, in order, for the notices they came with; -1: this process could open no more.
         self._descriptors: deque[int] = deque()
-        #: What came beside the rings was wrong: the next read says so.
+        #: What the other side wrote is wrong: the next read or write says so.
         self._fault: OSError | None = None
         self._fence_lock = threading.Lock()
         self._epoll = select.epoll()
@@ -175,7 +175,8 @@ class ShmLink:
             return False
         try:
             return reader.ready() or (self._wants_write and writer.has_room())
-        except OSError:  # the ring is corrupt: whoever uses it now learns so
+        except OSError as error:
+            self._fault = error
             return True
 
     def arm(self) -> bool:
@@ -227,7 +228,7 @@ class ShmLink:
 
     def answer_bell(self) -> None:
         """Take the bells that were rung, and what came between them. That the other side's process is gone shows here
-        too. What is wrong is raised by the next read."""
+        too. What is wrong is raised by the next read or write."""
         try:
             rung, fds, flags, _ = socket.recv_fds(self._sock, _BELLS, MAX_SHARED)
         except BlockingIOError:
@@ -308,8 +309,6 @@ class ShmLink:
 
     def recv_into(self, view: memoryview, /) -> int:
         reader = self._reader()
-        if self._fault is not None:
-            raise self._fault
         if reader.control[STATE] == RESET:
             raise ConnectionResetError(errno.ECONNRESET, f"{self.remote} aborted the connection")
         got = reader.read(view)
@@ -370,6 +369,8 @@ class ShmLink:
     def _check_open(self) -> None:
         if self._epoll.closed:
             raise OSError(errno.EBADF, f"this end of the connection to {self.remote} is closed")
+        if self._fault is not None:
+            raise self._fault
 
     # ------------------------------------------------------------------ the end
 
