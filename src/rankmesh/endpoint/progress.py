@@ -224,7 +224,7 @@ class Engine:
                     if self.leader is work:
                         self.leader = None
                         self.drives += 1
-                        if self._followers or self.background.parked:
+                        if self._followers or self.background.parked or self.background.sleeping:
                             self._hand_over()
             if work.finished or monotonic() >= deadline:
                 return
@@ -236,7 +236,10 @@ class Engine:
                     self.acquire()
 
     def _hand_over(self) -> None:
-        """The lead is free: a follower takes it, or the background thread looks for it again."""
+        """The lead is free: a follower takes it, or the background thread looks for it again. If that still sleeps in
+        epoll, the bells that were to wake it have been answered by the leader: it must arm them anew."""
+        if self.looks and self.background.sleeping:
+            self._waker.release()
         if not self._followers:
             self.background.wake(urgent=False)
             return
@@ -311,6 +314,8 @@ class Engine:
                 self.work_off_backlog()
             self.look_around()
             self.dispatch(self.poll(0, EVENTS))
+            if self.looks and self.background.sleeping:  # and the bells that were to wake it may be answered now
+                self.arm()
 
     def glance(self) -> None:
         """Between two pieces of a long piece of work: look once at everything, and let others have the lock."""
