@@ -5,7 +5,8 @@ Receive. Everything else takes the general way (endpoint/inbound.py), with what 
 are read by system calls, one for rings in shared memory; `Inbound.attach` chooses.
 
 `receive` is tried before a Receive is made. `read_one` serves a Receive that is posted. Both look only while the
-connection is `calm`: nothing is staged, pending or backlogged, so the next bytes begin a frame.
+connection is `calm`: nothing is staged, pending or backlogged, so the next bytes begin a frame. A path ends with its
+connection: who still holds it finds that it is not `Inbound.direct` any more.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Direct:
         try:
             if (
                 engine.may_look()
+                and self._inbound.direct is self
                 and self._inbound.calm
                 and len(view) <= self._eager_limit
                 and self._matcher.untouched(group, self._index, tag)
@@ -134,7 +136,7 @@ class SocketPath(Direct):
     def attend(self, work: Waited) -> bool:
         inbound = self._inbound
         for _ in SOCKET_LOOKS:
-            if not inbound.calm:
+            if not inbound.calm or inbound.direct is not self:
                 break
             self.read_one()
             if work.finished:
@@ -217,7 +219,7 @@ class RingPath(Direct):
     def attend(self, work: Waited) -> bool:
         inbound = self._inbound
         engine = self._engine
-        while inbound.calm and not work.finished and not engine.writers:
+        while inbound.calm and inbound.direct is self and not work.finished and not engine.writers:
             if not self._wait():
                 return not engine.contenders
             self.read_one()
@@ -229,7 +231,7 @@ class RingPath(Direct):
         if not engine.lock.acquire(False):
             engine.acquire()
         try:
-            if not (engine.may_look() and inbound.calm and nbytes <= self._eager_limit):
+            if not (engine.may_look() and inbound.direct is self and inbound.calm and nbytes <= self._eager_limit):
                 return False
             if not self._matcher.untouched(group, self._index, tag):
                 return False

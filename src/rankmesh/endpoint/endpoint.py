@@ -369,6 +369,7 @@ class Endpoint:
             engine.drive(Until(lambda: all(router.link is None for router in routers)), deadline)
             self._free(routers)
         engine.stop()
+        self.hub.arena.close()
         if unsent:
             raise DeadlineError(
                 f"Endpoint {self.name!r} was closed before everything was sent to {', '.join(unsent)}.",
@@ -387,6 +388,7 @@ class Endpoint:
                     router.say_failed(reason)
             self._free([router for router in self.hub.routers.values() if isinstance(router, PeerRouter)])
         self.hub.engine.stop()
+        self.hub.arena.close()
 
     def _free(self, routers: list[PeerRouter]) -> None:
         connecting = self._connector.close()

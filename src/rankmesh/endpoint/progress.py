@@ -224,7 +224,7 @@ class Engine:
                     if self.leader is work:
                         self.leader = None
                         self.drives += 1
-                        if self._followers or self.background.parked:
+                        if self._followers or self.background.parked or self.background.sleeping:
                             self._hand_over()
             if work.finished or monotonic() >= deadline:
                 return
@@ -236,7 +236,10 @@ class Engine:
                     self.acquire()
 
     def _hand_over(self) -> None:
-        """The lead is free: a follower takes it, or the background thread looks for it again."""
+        """The lead is free: a follower takes it, or the background thread looks for it again. If that still sleeps in
+        epoll, the bells that were to wake it have been answered by the leader: it must arm them anew."""
+        if self.looks and self.background.sleeping:
+            self._waker.release()
         if not self._followers:
             self.background.wake(urgent=False)
             return
@@ -250,7 +253,8 @@ class Engine:
         while not work.finished:
             if self.backlog:
                 self.work_off_backlog()
-                continue
+                if work.finished:
+                    return
             now = monotonic()
             if now >= self.timers.next:
                 self.timers.run(now)
@@ -260,6 +264,9 @@ class Engine:
                 return
             if self.deferred:
                 return
+            if self.backlog:  # a copy goes on
+                self.glance()
+                continue
             if self.looks and self.arm():
                 continue
             work.parker = self._waker
@@ -305,6 +312,18 @@ class Engine:
             if self.backlog:
                 self.work_off_backlog()
             self._sweep()
+            if self.looks and self.background.sleeping:  # and the bells that were to wake it may be answered now
+                self.arm()
+
+    def glance(self) -> None:
+        """Between two pieces of a long piece of work: look once at everything, and let others have the lock."""
+        self._sweep()
+        if self.contenders:
+            self.lock.release()
+            try:
+                sleep(STEP_ASIDE)
+            finally:
+                self.acquire()
 
     def may_look(self) -> bool:
         """Whether a caller that holds the lock may look at one connection itself instead of leading. The background
@@ -314,6 +333,8 @@ class Engine:
             if leader is not self.background:
                 return False
             self.leader = None
+            if self.background.sleeping and self.looks:  # the bells that were to wake it may be answered by others now
+                self._waker.release()
         spin = self.spin
         if spin.skip or self.backlog or self.writers or not spin.seconds:
             return False
