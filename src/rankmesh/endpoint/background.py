@@ -30,6 +30,8 @@ class Background:
         self._nap_lock.acquire()
         #: It sleeps until it is woken: a leader that leaves does so.
         self.parked = False
+        #: It sleeps in epoll, where it was the leader.
+        self.sleeping = False
         self._urgent = False
         self.thread = threading.Thread(target=self._run, name=f"rankmesh-{engine.name}", daemon=True)
 
@@ -116,15 +118,20 @@ class Background:
                         return
                     engine.leader = self
                     continue
+                if engine.backlog:  # a copy goes on
+                    engine.glance()
+                    continue
                 if engine.spin.worthwhile() and self._poll():
                     continue
                 if engine.looks and engine.arm():
                     continue
+                self.sleeping = True
                 engine.lock.release()
                 try:
                     events = engine.poll(poll_timeout(engine.timers.next - now), EVENTS)
                 finally:
                     engine.acquire()
+                    self.sleeping = False
                 if engine.leader is self:
                     engine.dispatch(events)
         finally:

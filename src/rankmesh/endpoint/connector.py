@@ -126,6 +126,7 @@ class Dial:
         if not self._numeric:
             self.start()
             return
+        self._on_shortcut = False
         address = self._numeric[self._next % len(self._numeric)]
         try:
             link = transport_for(address).connect(address, self._connector.hub.config)
@@ -150,7 +151,6 @@ class Dial:
 
     def _shortcut_failed(self, error: Exception) -> None:
         """Back to the network."""
-        self._on_shortcut = False
         self.no_shm = f"shared memory failed ({getattr(error, 'strerror', None) or error})"
         self._attempt()
 

@@ -5,7 +5,8 @@ Receive. Everything else takes the general way (endpoint/inbound.py), with what 
 are read by system calls, one for rings in shared memory; `Inbound.attach` chooses.
 
 `receive` is tried before a Receive is made. `read_one` serves a Receive that is posted. Both look only while the
-connection is `calm`: nothing is staged, pending or backlogged, so the next bytes begin a frame.
+connection is `calm`: nothing is staged, pending or backlogged, so the next bytes begin a frame. A path ends with its
+connection: who still holds it finds that it is not `Inbound.direct` any more.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SOCKET_LOOKS: Final = (None,) * 12
 RING_LOOKS: Final = tuple((None,) * count for count in (2, 5, 10, 20, 40, 80))
 MOST_LOOKS: Final = len(RING_LOOKS) - 1
 #: How often it lets others run before it looks at the clock.
-YIELDS: Final = (None,) * 16
+YIELDS: Final = (None,) * 64
 #: Seconds that letting others run takes if there are others.
 CROWDED: Final = 1.2e-6
 #: A waiter that lets others run may go on for so many times Config.spin.
@@ -68,9 +69,10 @@ class Direct:
             engine.acquire()
         try:
             if (
-                self._inbound.calm
+                engine.may_look()
+                and self._inbound.direct is self
+                and self._inbound.calm
                 and len(view) <= self._eager_limit
-                and engine.may_look()
                 and self._matcher.untouched(group, self._index, tag)
                 and self._look(group, tag, view)
             ):
@@ -146,7 +148,7 @@ class SocketPath(Direct):
     def attend(self, work: Waited) -> bool:
         inbound, engine = self._inbound, self._engine
         for _ in SOCKET_LOOKS:
-            if not inbound.calm or engine.deferred:
+            if not inbound.calm or inbound.direct is not self or engine.deferred:
                 break
             self.read_one()
             if work.finished:
@@ -232,7 +234,7 @@ class RingPath(Direct):
 
     def attend(self, work: Waited) -> bool:
         inbound, engine = self._inbound, self._engine
-        while inbound.calm and not work.finished and not engine.deferred:
+        while inbound.calm and inbound.direct is self and not (work.finished or engine.writers or engine.deferred):
             if not self._wait():
                 return not engine.contenders
             self.read_one()
@@ -244,7 +246,7 @@ class RingPath(Direct):
         if not engine.lock.acquire(False):
             engine.acquire()
         try:
-            if not (inbound.calm and nbytes <= self._eager_limit and engine.may_look()):
+            if not (engine.may_look() and inbound.direct is self and inbound.calm and nbytes <= self._eager_limit):
                 return False
             if not self._matcher.untouched(group, self._index, tag):
                 return False

@@ -410,6 +410,7 @@ class Endpoint:
         for agent in self.hub.agents:
             agent.closed()
         self.hub.engine.stop()
+        self.hub.arena.close()
 
     def _free(self, routers: list[PeerRouter]) -> None:
         connecting = self._connector.close()

@@ -176,7 +176,6 @@ class Inbound:
     def resume(self) -> None:
         """Go on with frames that were read but not yet looked at, or with bytes that the link holds and does not show
         (TLS). Raises ProtocolError."""
-        self.incoming.copy_on()
         if self.backlogged:
             self.backlogged = False
             self._parse(self._parser.next_header())

@@ -36,6 +36,8 @@ class Incoming:
         #: Granted and not complete, by ident; of those, the ones that are copied from the sender's arena.
         self._incoming: dict[int, Landing] = {}
         self._copies: dict[int, Copy] = {}
+        #: This is in the engine's backlog, in order to copy on.
+        self._copying = False
         #: Messages that no receive was posted for.
         self._announced: dict[int, Message] = {}
 
@@ -107,25 +109,29 @@ class Incoming:
         receive.place(nbytes)
         landing = Landing(self, receive, nbytes, group, tag, ident)
         receive.matched(landing)
+        self._incoming[ident] = landing  # from now on the receive fails if the connection does
         if reference is not None and self._polled is not None and Copy.possible(self._polled, reference, nbytes):
-            self._incoming[ident] = landing
             self._copies[ident] = Copy(self._polled, reference, landing)
-            self._engine.backlog.append(self._router)
+            self._copy_soon()
             return
         self._router.outbound.control(Kind.GRANT, ident)
-        if nbytes:
-            self._incoming[ident] = landing
-        else:
+        if not nbytes and self._incoming.pop(ident, None) is not None:
             self._complete(landing)
 
-    def copy_on(self) -> None:
+    def _copy_soon(self) -> None:
+        if not self._copying:
+            self._copying = True
+            self._engine.backlog.append(self)
+
+    def work_off(self) -> None:
         """Copy the next piece of each message that lies in the sender's arena."""
+        self._copying = False
         for ident, copy in list(self._copies.items()):
-            if copy.step():
+            if ident in self._copies and copy.step():
                 del self._copies[ident]
                 self._copied(copy)
         if self._copies:
-            self._engine.backlog.append(self._router)
+            self._copy_soon()
 
     def _copied(self, copy: Copy) -> None:
         landing = copy.landing
@@ -133,13 +139,13 @@ class Incoming:
         receive = landing.receive
         if receive is None:
             return  # it was given up, and the sender told
-        self._router.outbound.control(Kind.REFUSE, landing.ident)
         if copy.valid:
             self._inbound.bytes += landing.nbytes
             receive.arrived(self._router.index, landing.tag, landing.nbytes)
         else:
             receive.unmatched()
             self._hub.post(receive, again=True)
+        self._router.outbound.control(Kind.REFUSE, landing.ident)  # last: it may find that the connection is broken
 
     def grant_rpc(self, header: Header) -> bool:
         """There is room for a large request or reply: take it. False: the connection it was announced on is gone."""
@@ -153,7 +159,7 @@ class Incoming:
     def on_data(self, header: Header) -> None:
         ident, nbytes, offset = header[5], header[6], header[7]
         landing = self._incoming.get(ident)
-        if landing is None:
+        if landing is None or ident in self._copies:
             raise ProtocolError(f"data of transfer {ident}, which was not granted", reason="unknown transfer")
         if not nbytes or offset != landing.got or offset + nbytes > landing.nbytes:
             raise ProtocolError(
@@ -205,6 +211,7 @@ class Incoming:
 
     def on_abort(self, header: Header) -> None:
         landing = self._incoming.pop(header[5], None)
+        self._copies.pop(header[5], None)
         if landing is None:
             return  # refused here while its last byte was on its way
         self._hub.rpc_landed(landing)

@@ -93,12 +93,14 @@ class Outbound:
             self._ring, self._after_write, self._fence = polled.writer, polled.after_write, polled.fence
             self._join_limit = self._eager_limit  # nothing is joined: it is written in place
         self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
-        self.blocked = self.paused = False
+        self._set_blocked(False)
+        self.paused = False
         self.spoke = True
         self.advance()
 
     def detach(self) -> None:
         self._link = None
+        self._set_blocked(False)
         self._ring = self._offers = None
         self._clear = False
         self._queue.clear()
@@ -501,6 +503,13 @@ class Outbound:
 
     def _watch_writes(self, wanted: bool) -> None:
         if self.blocked != wanted and self._link is not None:
-            self.blocked = wanted
+            self._set_blocked(wanted)
             self._link.wants_write(wanted)
             self._router.engine.modify(self._link.fileno(), self._link.poll_mask())
+
+    def _set_blocked(self, blocked: bool) -> None:
+        self.blocked = blocked
+        if blocked:
+            self._engine.writers.add(self)
+        else:
+            self._engine.writers.discard(self)

@@ -51,7 +51,7 @@ STEP_ASIDE: Final = 20e-6
 #: Seconds between looks of a thread that waits for the same work as another.
 SHARED_LOOK: Final = 0.005
 #: A waiter that knows which connection its message comes over first looks there: one system call instead of two for
-#: each message, or none. Every SWEEP-th wait looks at all connections, so that none is left out.
+#: each message, or none. Every SWEEP-th wait looks at all connections before, so that none is left out.
 SWEEP: Final = 32
 
 Handler = Callable[[int], None]
@@ -85,6 +85,8 @@ class Engine:
         self.leader: object | None = None
         self.closed = False
         self.backlog: deque[Backlogged] = deque()
+        #: Whoever waits for room to write: while there is anybody, all connections are looked at, not just one.
+        self.writers: set[object] = set()
         self.name = name
         self._epoll = select.epoll()
         self.poll = self._epoll.poll
@@ -207,7 +209,9 @@ class Engine:
                         spin.skip -= 1
                     elif spin.seconds:  # poll until `work` is done, or for so long without an event
                         hint = work.hint
-                        enough = hint is not None and self.drives % SWEEP and hint.attend(work)
+                        if not self.drives % SWEEP:
+                            self._sweep()
+                        enough = hint is not None and not self.writers and hint.attend(work)
                         if work.finished:
                             spin.misses = 0
                             return
@@ -237,7 +241,7 @@ class Engine:
                     if self.leader is work:
                         self.leader = None
                         self.drives += 1
-                        if self._followers or self.background.parked:
+                        if self._followers or self.background.parked or self.background.sleeping:
                             self._hand_over()
             if work.finished or monotonic() >= deadline:
                 return
@@ -249,7 +253,10 @@ class Engine:
                     self.acquire()
 
     def _hand_over(self) -> None:
-        """The lead is free: a follower takes it, or the background thread looks for it again."""
+        """The lead is free: a follower takes it, or the background thread looks for it again. If that still sleeps in
+        epoll, the bells that were to wake it have been answered by the leader: it must arm them anew."""
+        if self.looks and self.background.sleeping:
+            self._waker.release()
         if not self._followers:
             self.background.wake(urgent=False)
             return
@@ -263,17 +270,20 @@ class Engine:
         while not work.finished:
             if self.backlog:
                 self.work_off_backlog()
-                continue
+                if work.finished:
+                    return
             now = monotonic()
             if now >= self.timers.next:
                 self.timers.run(now)
                 continue
             if now >= deadline:
-                self.look_around()
-                self.dispatch(self.poll(0, EVENTS))  # what came while this thread was kept from running counts
+                self._sweep()  # what came while this thread was kept from running counts
                 return
             if self.deferred:
                 return
+            if self.backlog:  # a copy goes on
+                self.glance()
+                continue
             if self.looks and self.arm():
                 continue
             work.parker = self._waker
@@ -318,8 +328,19 @@ class Engine:
         if self.leader is None or self.leader is self.background:
             if self.backlog:
                 self.work_off_backlog()
-            self.look_around()
-            self.dispatch(self.poll(0, EVENTS))
+            self._sweep()
+            if self.looks and self.background.sleeping:  # and the bells that were to wake it may be answered now
+                self.arm()
+
+    def glance(self) -> None:
+        """Between two pieces of a long piece of work: look once at everything, and let others have the lock."""
+        self._sweep()
+        if self.contenders:
+            self.lock.release()
+            try:
+                sleep(STEP_ASIDE)
+            finally:
+                self.acquire()
 
     def may_look(self) -> bool:
         """Whether a caller that holds the lock may look at one connection itself instead of leading. The background
@@ -329,11 +350,20 @@ class Engine:
             if leader is not self.background:
                 return False
             self.leader = None
+            if self.background.sleeping and self.looks:  # the bells that were to wake it may be answered by others now
+                self._waker.release()
         spin = self.spin
-        if spin.skip or self.backlog or not spin.seconds:
+        if spin.skip or self.backlog or self.writers or not spin.seconds:
             return False
         self.drives += 1
-        return self.drives % SWEEP != 0
+        if not self.drives % SWEEP:
+            self._sweep()
+        return True
+
+    def _sweep(self) -> None:
+        """Look at all connections once, so that none is left out."""
+        self.look_around()
+        self.dispatch(self.poll(0, EVENTS))
 
     def look_around(self) -> bool:
         """Serve what can be looked at without a system call. True: something happened."""

@@ -19,6 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from rankmesh.errors import ProtocolError
+from rankmesh.transport.segment import take_back
 from rankmesh.wire.header import REFERENCE_BYTES
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Offers:
         """The sender's buffer may be reused from now on."""
         cell = self._cells.get(send.ident)
         if cell is not None:
-            self._link.cells[cell] += 1
+            take_back(self._link.cells, cell)
 
     def answered(self, send: Send) -> None:
         """The receiver has copied, or will not."""

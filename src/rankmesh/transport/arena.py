@@ -120,6 +120,11 @@ class Arena:
         segment = self._segments[ident]
         return segment.fd, segment.nbytes
 
+    def close(self) -> None:
+        """Give everything up. Arrays that are still there keep their memory."""
+        with self._lock:
+            self._segments.clear()
+
     def _find(self, nbytes: int) -> tuple[_Segment, int]:
         for segment in self._segments.values():
             start = segment.take(nbytes)
@@ -134,7 +139,8 @@ class Arena:
         """Blocks come back; of the segments without any, one stays."""
         while self._returned:
             ident, start, nbytes = self._returned.popleft()
-            self._segments[ident].give(start, nbytes)
+            if ident in self._segments:
+                self._segments[ident].give(start, nbytes)
         idle = [segment for segment in self._segments.values() if segment.empty]
         for segment in idle[1:]:
             del self._segments[segment.ident]

@@ -27,6 +27,7 @@ _PROOFS: Final = (64, 128)
 #: Words by which a side takes back what it offered.
 CELLS: Final = 64
 _CELLS: Final = (1024, 2048)
+_WORD_MOST: Final = (1 << 64) - 1
 SEGMENT_BYTES: Final = _PAGE + 2 * DIRECTION_BYTES
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -62,6 +63,11 @@ class Segment:
         for view in (self.outgoing, self.incoming, self.cells, self.their_cells, self._view):
             view.release()
         self._map.close()
+
+
+def take_back(cells: memoryview, cell: int) -> None:
+    """Change a cell: what it was offered with is not to be relied on any more."""
+    cells[cell] = cells[cell] + 1 & _WORD_MOST  # the other side can write there too: nothing may overflow
 
 
 def seal(fd: int) -> None:

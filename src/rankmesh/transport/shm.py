@@ -28,6 +28,7 @@ import select
 import socket
 import struct
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -38,7 +39,7 @@ from rankmesh.transport import segment
 from rankmesh.transport.address import Address
 from rankmesh.transport.base import Link
 from rankmesh.transport.ring import BELL, ENDED, OPEN, RESET, ROOM, STATE, RingReader, RingWriter, corrupt
-from rankmesh.transport.segment import CELLS, PROOF_BYTES, Segment, check
+from rankmesh.transport.segment import CELLS, PROOF_BYTES, Segment, check, take_back
 
 #: Stores are seen in the order in which they were made: rings may be polled, and bells left unrung.
 ORDERED: Final = platform.machine() in ("x86_64", "AMD64", "i686", "i386")
@@ -80,13 +81,17 @@ class ShmLink:
         self._hung_up = False
         self.shared: dict[int, memoryview] = {}
         self._notices = b""
+        #: Descriptors that came, in order, for the notices they came with; -1: this process could open no more.
         self._descriptors: deque[int] = deque()
+        #: What the other side wrote is wrong: the next read or write says so.
+        self._fault: OSError | None = None
         #: Taking and giving it back is a full memory barrier: by its instructions on x86, elsewhere by the bell's
         #: system call, which follows.
         self.fence = threading.Lock()
         self._epoll = select.epoll()
         self._watched = select.EPOLLIN
         self._epoll.register(sock.fileno(), self._watched)
+        _links.add(self)
 
     def __repr__(self) -> str:
         return f"<ShmLink {self.local} → {self.remote}{' closed' if self.fileno() < 0 else ''}>"
@@ -171,7 +176,11 @@ class ShmLink:
         reader, writer = self.reader, self.writer
         if reader is None or writer is None:
             return False
-        return reader.ready() or (self._wants_write and writer.has_room())
+        try:
+            return reader.ready() or (self._wants_write and writer.has_room())
+        except OSError as error:
+            self._fault = error
+            return True
 
     def arm(self) -> bool:
         """Have the bell rung from now on, for whatever comes. True: something is there already."""
@@ -219,9 +228,9 @@ class ShmLink:
 
     def answer_bell(self) -> None:
         """Take the bells that were rung, and what came between them. That the other side's process is gone shows here
-        too."""
+        too. What is wrong is raised by the next read or write."""
         try:
-            rung, fds, _, _ = socket.recv_fds(self._sock, _BELLS, MAX_SHARED)
+            rung, fds, flags, _ = socket.recv_fds(self._sock, _BELLS, MAX_SHARED)
         except BlockingIOError:
             return
         except ConnectionResetError:
@@ -230,11 +239,21 @@ class ShmLink:
         if not rung:
             self._hung_up = True
         self._descriptors += fds
+        if flags & socket.MSG_CTRUNC:
+            self._descriptors.append(-1)
+        try:
+            self._take_notices(rung)
+        except OSError as error:
+            self._fault = error
+
+    def _take_notices(self, rung: bytes) -> None:
         notices = (self._notices + rung).lstrip(_BELL)
         while len(notices) >= _NOTICE.size:
             self._noticed(*_NOTICE.unpack_from(notices))
             notices = notices[_NOTICE.size :].lstrip(_BELL)
         self._notices = notices
+        if len(self._descriptors) > MAX_SHARED:
+            raise corrupt("descriptors that belong to nothing")
 
     # ------------------------------------------------------------------ arenas
 
@@ -252,7 +271,7 @@ class ShmLink:
         notice = _NOTICE.pack(_SHARED, segment, nbytes)
         try:
             return socket.send_fds(self._sock, [notice], [fd]) == len(notice)
-        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+        except OSError:  # not now, or never again; or too many descriptors are on their way
             return False
 
     def unshare(self, segment: int) -> None:
@@ -265,12 +284,14 @@ class ShmLink:
         if what == _UNSHARED:
             self.shared.pop(segment, None)
             return
-        if what != _SHARED or not self._descriptors:
-            raise corrupt(f"a notice {what!r} of segment {segment}")
+        if what != _SHARED or not nbytes or not self._descriptors:
+            raise corrupt(f"a notice {what!r} of segment {segment} with {nbytes} bytes")
         fd = self._descriptors.popleft()
+        if fd < 0:
+            return
         try:
+            check(fd, nbytes)
             if len(self.shared) < MAX_SHARED:
-                check(fd, nbytes)
                 self.shared[segment] = memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
         finally:
             os.close(fd)
@@ -349,6 +370,8 @@ class ShmLink:
     def _check_open(self) -> None:
         if self._epoll.closed:
             raise OSError(errno.EBADF, f"this end of the connection to {self.remote} is closed")
+        if self._fault is not None:
+            raise self._fault
 
     # ------------------------------------------------------------------ the end
 
@@ -366,26 +389,49 @@ class ShmLink:
     def _close(self, state: int) -> None:
         if self._epoll.closed:
             return
-        if self.writer is not None and self.reader is not None:
+        writer, reader = self.writer, self.reader
+        if writer is not None and reader is not None:
             if os.getpid() == self._pid:  # not in a forked child, which must leave the parent's connection alone
-                self.writer.control[STATE] = max(state, self.writer.control[STATE])
-                self.reader.control[BELL] = 1  # who writes on rings, and finds the socket closed
-            self.writer.release()
-            self.reader.release()
+                writer.control[STATE] = max(state, writer.control[STATE])
+                reader.control[BELL] = 1  # who writes on rings, and finds the socket closed
+            self.writer = self.reader = None
+            writer.release()
+            reader.release()
         if self._segment is not None:
             if os.getpid() == self._pid:
                 for cell in range(CELLS):  # whatever the other side is copying from here: not any more
-                    self._segment.cells[cell] += 1
+                    take_back(self._segment.cells, cell)
             self._segment.close()
         self.shared.clear()
         for fd in self._descriptors:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         self._descriptors.clear()
         if self._opening is not None:
             os.close(self._opening[1])
             self._opening = None
         self._epoll.close()
         self._sock.close()
+
+    def forked(self, null: int) -> None:
+        """In a forked child: let go of the socket, which would keep the parent's connection alive after its end. The
+        number goes on existing, for `null`: the object that holds it closes it sometime, and must hit nobody."""
+        if not self._epoll.closed:
+            os.dup2(null, self._sock.fileno(), inheritable=False)
+
+
+_links: weakref.WeakSet[ShmLink] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    if _links:
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for link in list(_links):
+            link.forked(null)
+        os.close(null)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class ShmListener:
