@@ -8,8 +8,8 @@ are valid, mutated or garbage, small or announced, some of them about calls that
 fuzz/sockets.py: the server dies, complains, grows, or a genuine client between the cases gets no answer or a wrong one.
 
 Replies: a server in this process answers the calls and streams of a genuine client with replies that are valid, mutated
-or garbage, too many or too few. A call must end with a result or an error of rankmesh, before its deadline is long past;
-nothing may be left of it. Anything else is a finding.
+or garbage, too many or too few. A call must end with a result or an error of rankmesh, and nothing may be left of it.
+Anything else is a finding.
 
 A case draws everything from Random(f"{seed}/{number}").
 """

@@ -11,8 +11,8 @@ from typing import Any, Final, Self
 from rankmesh.config import Config
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
 from rankmesh.endpoint.endpoint import leave
-from rankmesh.endpoint.peer import Peer as BasePeer
 from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag
+from rankmesh.endpoint.peer import Peer as BasePeer
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import ConfigError, JoinError, PeerLost, UsageError
 from rankmesh.membership.environment import detect

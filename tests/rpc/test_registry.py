@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Optional, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,7 +42,7 @@ def function(fn: Callable[..., Any], name: str = "f", **options: Any) -> Functio
         (str, ["a"], [1, b"a"]),
         (bool, [True], [1, "yes"]),
         (bytes, [b"a"], [1]),
-        (Optional[int], [None, 1], ["1"]),
+        (int | None, [None, 1], ["1"]),
         (list[int], [[1, 2]], [["1"], 3]),
         (dict[str, int], [{"a": 1}], [{"a": "b"}]),
         (Literal["on", "off"], ["on"], ["other"]),
@@ -76,7 +76,7 @@ def test_dataclasses_and_structs_are_made_from_what_comes() -> None:
     assert isinstance(args[0].data, np.ndarray)
     assert isinstance(args[1].parts[0], Part)
     assert kwargs["also"] == Part("c")
-    with pytest.raises(InvalidMessage, match="argument 'part'.*name"):
+    with pytest.raises(InvalidMessage, match=r"argument 'part'.*name"):
         function(fn).check([{"nome": "a"}, {"parts": []}], {})
 
 

@@ -7,9 +7,9 @@ import threading
 from time import monotonic
 from typing import Any
 
-from ranks import Mesh, Outcome, Ranks, Talk, attempt, nursery
 from rankmesh import Config
 from rankmesh.errors import DeadlineError, PeerLost
+from ranks import Mesh, Outcome, Ranks, Talk, attempt, nursery
 from timing import scaled
 
 __all__ = ["nursery"]

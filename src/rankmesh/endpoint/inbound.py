@@ -28,7 +28,6 @@ Header = tuple[int, ...]
 
 _unpack_from = HEADER.unpack_from
 _EAGER: Final = int(Kind.EAGER)
-#: What a frame of this kind would be announced with.
 _RPC_FLAG: Final = {int(Kind.REQUEST): int(Flag.REQUEST), int(Kind.REPLY): int(Flag.REPLY)}
 
 #: What a frame counts for in a turn, in bytes: handling a small one takes far longer than reading it.

@@ -400,17 +400,8 @@ class Engine:
                 if now >= self._timers.next:
                     self._timers.run(now)
                     continue
-                if self.deferred:  # users' code runs while nobody leads
-                    self.leader = None
-                    self.lock.release()
-                    try:
-                        self._run_deferred()
-                    finally:
-                        self.acquire()
-                    if self._taken():
-                        return
-                    self.leader = marker
-                    continue
+                if self.deferred:
+                    return  # users' callbacks run while nobody leads
                 if self._spin.worthwhile() and self._poll_in_background():
                     continue
                 self.lock.release()
@@ -423,10 +414,6 @@ class Engine:
         finally:
             if self.leader is marker:
                 self.leader = None
-
-    def _taken(self) -> bool:
-        """Somebody took the lead, or the end came, while the lock was free."""
-        return self.leader is not None or self.closed
 
     def _poll_in_background(self) -> bool:
         """Poll for the next event after one was served. The lock is free between polls: user threads come first."""

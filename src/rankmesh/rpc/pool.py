@@ -1,7 +1,7 @@
 """The threads that handlers run on. They start when they are first needed, and run tasks outside of all locks.
 
-How much may wait for them is the server's to bound. A handler that never returns keeps its thread; closing does not wait
-for it longer than JOIN_SECONDS.
+How much may wait for them is the server's to bound. A handler that never returns keeps its thread; closing does not
+wait for it longer than JOIN_SECONDS.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from rankmesh.errors import CancelledError, InvalidMessage
+from rankmesh.rpc.answers import Answer, Refusal
 from rankmesh.rpc.context import CallContext, current
 from rankmesh.rpc.protocol import Body, Kind, RequestHead, Why, credit_reply, end_reply, read_amount, reply
-from rankmesh.rpc.server import Answer, Refusal, Server
+from rankmesh.rpc.server import Server
 from rankmesh.rpc.streams import Channel, Inbox, Outbox
 
 #: Seconds an item may wait for credit: the caller's end, or its loss, comes before that.
@@ -135,9 +136,8 @@ class Conversing(Serving):
     """A channel."""
 
     def channel(self) -> Channel:
-        server, call = self.server, self.call
-        timeout = server.config.timeout
-        return Channel(self.inbox, self.outbox, lambda value: self._packed(value), self._end, _nothing, timeout)
+        timeout = self.server.config.timeout
+        return Channel(self.inbox, self.outbox, self._packed, self._end, _nothing, timeout)
 
     def _packed(self, value: Any) -> Body:
         try:

@@ -37,8 +37,20 @@ class Function:
     """A registered function, ready to be called."""
 
     __slots__ = (
-        "_by_name", "_by_place", "_hinted", "_most", "_least", "_signature",
-        "channel", "fn", "idempotent", "inline", "is_async", "key", "name", "streams",
+        "_by_name",
+        "_by_place",
+        "_hinted",
+        "_least",
+        "_most",
+        "_signature",
+        "channel",
+        "fn",
+        "idempotent",
+        "inline",
+        "is_async",
+        "key",
+        "name",
+        "streams",
     )  # fmt: skip
 
     def __init__(self, fn: Callable[..., Any], name: str, *, inline: bool, idempotent: bool, channel: bool) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from time import monotonic
@@ -32,6 +31,7 @@ from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.transfers import Send
 from rankmesh.errors import BusyError, CodecError, InvalidMessage, UsageError
+from rankmesh.rpc.answers import Answer, Parts, Refusal, describe, raised, type_name
 from rankmesh.rpc.context import CallContext, current
 from rankmesh.rpc.hooks import Hooks
 from rankmesh.rpc.pool import Pool
@@ -45,7 +45,6 @@ from rankmesh.rpc.protocol import (
     Kind,
     RequestHead,
     Why,
-    failure,
     item,
     read_arguments,
     read_request,
@@ -69,22 +68,6 @@ _REPLY_FLAG: Final = int(Flag.REPLY)
 BATCH: Final = 64
 #: What a request counts for besides its bytes.
 REQUEST_COST: Final = 1024
-
-Parts = list[memoryview | bytes]
-Answer = tuple[Parts, int]
-
-
-class Refusal(Exception):
-    """A request that is answered with a failure."""
-
-    def __init__(self, why: str, message: str, **details: Any) -> None:
-        super().__init__(message)
-        self.why = why
-        self.details = details
-
-    def answer(self, number: int = 0) -> Answer:
-        body = failure(self.why, str(self), number=number, **self.details)
-        return [body], len(body)
 
 
 class Server:
@@ -441,7 +424,7 @@ class Server:
             body = item(value, self.config.allow_pickle and call.router.peer.may_unpickle)
         except CodecError as error:
             raise Refusal(Why.RESULT, f"{error.message} {error.hint}".strip(), type_name="CodecError") from None
-        except Exception as error:  # attributes and conversions of the result are the user's code; or memory ran out
+        except Exception as error:  # noqa: BLE001  # a result's conversions are the user's code; or memory ran out
             raise Refusal(Why.RESULT, describe(error), type_name=type_name(error)) from None
         limit = self._limit(call.router)
         if body.nbytes + ALIGNMENT > limit:
@@ -455,12 +438,11 @@ class Server:
         return min(self.config.max_rpc_bytes, remote or self.config.max_rpc_bytes)
 
     def raised(self, call: CallContext, error: BaseException, number: int = 0) -> Answer:
+        """The reply that tells what a handler raised."""
         if call.kind == Kind.NOTIFY:
             logger.warning("The notification %r of %s raised %r.", call.name, call.caller, error)
         self.outcomes[Why.RAISED] += 1
-        lines = traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
-        body = failure(Why.RAISED, describe(error), type_name(error), "".join(lines), number=number)
-        return [body], len(body)
+        return raised(error, number)
 
     def finish(self, call: CallContext, answer: Answer | None, why: str = "", more: bool = False) -> None:
         """A call has ended: free its place, and tell its caller. With the lock."""
@@ -506,15 +488,3 @@ def _cancel_task(task: Any, loop: Any) -> None:
         loop.call_soon_threadsafe(task.cancel)
     except RuntimeError:  # the loop is closed, and the task with it
         pass
-
-
-def type_name(error: BaseException) -> str:
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def describe(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001  # __str__ of an exception is the user's code
-        return f"(a {type_name(error)} whose text cannot be had)"
