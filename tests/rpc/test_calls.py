@@ -125,6 +125,15 @@ def test_notification_is_served_and_not_answered(served: Served) -> None:
     assert served.client.rpc.statistics()["calls_waiting"] == 0
 
 
+def test_notification_is_served_although_its_sender_left(served: Served) -> None:
+    blockers = [served.peer.call_async("wait", timeout=SOON) for _ in range(served.server.config.rpc_threads)]
+    served.peer.notify("note", "the last word")
+    served.client.close()
+    served.functions.gate.set()
+    wait_until(lambda: "the last word" in served.functions.log, 10)
+    assert all(work.done() for work in blockers)
+
+
 def test_notification_that_fails_is_nobodys_trouble(served: Served) -> None:
     served.peer.notify("fail", "ValueError")
     served.peer.notify("nothing of that name")

@@ -273,8 +273,10 @@ class Server:
             self.engine.defer(lambda: _cancel_task(task, loop))
 
     def peer_lost(self, router: Router) -> None:
+        """Its calls are not wanted any more; what it notified of is: nobody ever waited for that."""
         for call in [call for (index, _), call in self.running.items() if index == router.index]:
-            self.cancel(call)
+            if call.kind != Kind.NOTIFY:
+                self.cancel(call)
 
     def closing(self) -> None:
         for call in list(self.running.values()):
