@@ -55,7 +55,7 @@ def test_producer_waits_for_its_consumer(served: Served, nbytes: int) -> None:
     for number in range(3):
         assert next(stream)[-1] == number
     most = 3 + max(WINDOW // (nbytes + OVERHEAD), 1) + 2
-    wait_until(lambda: served.server.rpc._server.pool.pending == 0, 10)  # put aside: it keeps no thread
+    wait_until(lambda: served.server.rpc._server.pool.idle, 10)  # put aside: it keeps no thread
     assert len(served.functions.log) <= most
     produced = len(served.functions.log)
     for number in range(3, produced + 3):

@@ -41,7 +41,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Final, Protocol
 
 from rankmesh.endpoint.timers import Timer, Timers
-from rankmesh.endpoint.waiting import ForkedLock, Spin, Waited, Waker
+from rankmesh.endpoint.waiting import Background, ForkedLock, Spin, Waited, Waker
 
 logger = logging.getLogger("rankmesh")
 
@@ -82,7 +82,7 @@ class Engine:
         self.lock: threading.Lock | ForkedLock = threading.Lock()
         self.contenders: deque[None] = deque()
         #: The Work whose waiter leads; None if nobody does; the engine's own marker if the background thread does.
-        self.leader: object | None = None
+        self.leader: Waited | None = None
         self.closed = False
         self.backlog: deque[Backlogged] = deque()
         self.name = name
@@ -100,7 +100,7 @@ class Engine:
         self._nap_lock.acquire()
         self._parked = False
         self._urgent = False
-        self._background_marker = _Background()
+        self._background_marker = Background()
         self.watch(self._waker.fd, select.EPOLLIN, self._waker.clear)
         self._thread = threading.Thread(target=self._background, name=f"rankmesh-{name}", daemon=True)
         _engines.add(self)
@@ -163,18 +163,18 @@ class Engine:
         """Run a user's callback soon, without the lock."""
         self.deferred.append(callback)
 
-    def step_down(self) -> object | None:
+    def step_down(self) -> Waited | None:
         """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
         `step_up`: it must not keep anything in its hands that others may change meanwhile."""
         leader, self.leader = self.leader, None
         self.lock.release()
         return leader
 
-    def step_up(self, leader: object | None) -> None:
+    def step_up(self, leader: Waited | None) -> None:
         """Take the lock again, and the lead if nobody waits with it."""
         if not self.lock.acquire(False):
             self.acquire()
-        if self.leader is None or self.leader is self._background_marker:
+        if self.leader is None or self.leader.yields:
             self.leader = leader
 
     def call_soon(self, callback: Callable[[], None]) -> None:
@@ -191,7 +191,9 @@ class Engine:
         """Return when `work` is done or the deadline has passed."""
         while True:
             leader = self.leader
-            if leader is not None and leader is not self._background_marker:
+            if leader is not None and not leader.yields:
+                if work.yields:
+                    return
                 self._follow(work, deadline)
             else:
                 self.leader = work
@@ -262,7 +264,7 @@ class Engine:
                 return
 
     def _block(self, work: Waited, deadline: float) -> None:
-        while not work.finished:
+        while not work.finished and self.leader is work:
             if self.backlog:
                 self._work_off_backlog()
                 continue
@@ -305,7 +307,7 @@ class Engine:
                     self.acquire()
                     if work.parker is parker:
                         work.parker = None
-                if self.leader is None or self.leader is self._background_marker:
+                if self.leader is None or self.leader.yields:
                     return
         finally:
             del self._followers[parker]
@@ -314,7 +316,7 @@ class Engine:
 
     def turn(self) -> None:
         """Look once at what is there, without waiting."""
-        if self.leader is None or self.leader is self._background_marker:
+        if self.leader is None or self.leader.yields:
             if self.backlog:
                 self._work_off_backlog()
             self._dispatch(self._poll(0, EVENTS))
@@ -361,7 +363,7 @@ class Engine:
                         self._urgent = False
                         self._lead_in_background()
                     seen_drives, seen_leader = self._drives, None
-                elif self.leader is seen_leader:
+                elif self.leader is seen_leader and not self.leader.yields:
                     self._parked = True  # a long wait: its leader wakes us when it leaves
                 else:
                     seen_leader = self.leader
@@ -479,12 +481,6 @@ class Engine:
             os.dup2(null, fd, inheritable=False)
         os.close(null)
         self._handlers.clear()
-
-
-class _Background:
-    """The background thread's mark as the leader: a Work that is never finished."""
-
-    finished = False
 
 
 def _poll_timeout(seconds: float) -> float:

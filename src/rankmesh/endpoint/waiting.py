@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -35,12 +36,15 @@ class Waited(Protocol):
     hint: Hint | None
     #: Seconds a follower sleeps at most before it looks itself whether it is finished.
     look_every: float
+    #: Whoever waits for this leads for others: it is there when nobody else is, and steps back when somebody is.
+    yields: bool
 
 
 class Until:
     """Waits for a condition, looked at whenever something happened, and by a follower now and then."""
 
     look_every = 0.01
+    yields = False
     hint: Hint | None = None
 
     def __init__(self, condition: Callable[[], bool]) -> None:
@@ -50,6 +54,16 @@ class Until:
     @property
     def finished(self) -> bool:
         return self._condition()
+
+
+class Background:
+    """What the background thread waits for: nothing that ever comes."""
+
+    finished = False
+    yields = True
+    look_every = math.inf
+    hint: Hint | None = None
+    parker: Parker | None = None
 
 
 class Spin:

@@ -25,6 +25,7 @@ from rankmesh.rpc.context import current, current_trace, outgoing_trace
 from rankmesh.rpc.hooks import CallInfo, Hook, Hooks
 from rankmesh.rpc.opening import Opened, OpenedChannel
 from rankmesh.rpc.producing import Streams
+from rankmesh.rpc.prompt import Prompt
 from rankmesh.rpc.protocol import NAME_LIMIT, SERVICE, Bit, Body, Kind, arguments, item, plain_prefix, request
 from rankmesh.rpc.refs import Ref, References, RefHandle
 from rankmesh.rpc.registry import Function
@@ -65,7 +66,7 @@ class RpcAgent:
         self._prefixes: dict[tuple[str, float], bytes] = {}
         #: Peer that was lost → its successor, by which it was reached again.
         self._successors: dict[Peer, Peer] = {}
-        endpoint.attach(SERVICE, self._server.on_request, self._server.on_lone_request, self)
+        endpoint.attach(SERVICE, self._server.on_request, Prompt(self._server).on_request, self)
 
     # ------------------------------------------------------------------ offering functions
 

@@ -93,7 +93,6 @@ class Producer(Serving):
         if self._hooks_ended is not None:
             self._hooks_ended(error)
         with server.engine:
-            server.pool.done()
             server.finish(call, answer)
 
     def _produce(self) -> bool:
@@ -114,7 +113,6 @@ class Producer(Serving):
                     break
                 if not self.outbox.open:
                     self._held = body
-                    server.pool.done()
                     return True
                 self.outbox.send(body)
         close = getattr(self._items, "close", None)
@@ -168,7 +166,6 @@ class Conversing(Serving):
         if ended is not None:
             ended(error)
         with server.engine:
-            server.pool.done()
             self.close()
             server.finish(call, answer)
 

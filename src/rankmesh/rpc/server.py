@@ -5,7 +5,7 @@ taken, its bytes copied out if they are not ours. Arguments are decoded, and han
 
     inline     on the thread that leads, right after it has left the lock; several that came together are answered
                together, with one system call
-    function   on a thread of the pool
+    function   on a thread of the pool, which may be the one that has read it (see `pool`)
     generator  likewise, as far as the caller's credit goes; then it is put aside, and takes no thread
     async      on the event loop
 
@@ -16,15 +16,13 @@ cancelled, is in `running` under (peer, ident) until it is answered; it counts f
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from rankmesh import trace
-from rankmesh.codec import pack_plain, unpack_plain
+from rankmesh.codec import pack_plain
 from rankmesh.endpoint.hub import Hub
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import JOIN_BYTES
@@ -38,7 +36,6 @@ from rankmesh.rpc.pool import Pool
 from rankmesh.rpc.protocol import (
     ALIGNMENT,
     PLAIN_RESULT,
-    REQUEST,
     SERVICE,
     Bit,
     Body,
@@ -59,9 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rankmesh")
 
-_CALL: Final = Kind.CALL
-_REQUEST_BYTES: Final = REQUEST.size
-_unpack_request: Final = REQUEST.unpack_from
 _REPLY: Final = int(FrameKind.REPLY)
 _REPLY_FLAG: Final = int(Flag.REPLY)
 #: Inline calls answered together.
@@ -79,7 +73,6 @@ class Server:
         self.config = hub.config
         self.hooks = hooks
         self.registry = Registry()
-        self._functions = self.registry.functions
         self.pool = Pool(hub.engine, hub.config.rpc_threads)
         self._loop: Loop | None = None
         self._loop_lock = threading.Lock()
@@ -130,52 +123,6 @@ class Server:
         except Refusal as refusal:
             if payload[0] != Kind.NOTIFY:
                 self.refuse(router, ident, refusal)
-
-    def on_lone_request(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
-        """The hot path, written out: a plain call of an inline function, which runs right here. All else, and all that
-        is wrong with it, goes the general way."""
-        try:
-            kind, flags, name, traced, body_at, seconds = _unpack_request(payload)
-            start = _REQUEST_BYTES + name
-            function = self._functions.get(bytes(payload[_REQUEST_BYTES:start]))
-            if (
-                function is None
-                or not function.inline
-                or kind != _CALL
-                or flags
-                or traced
-                or body_at != start
-                or not seconds > 0
-                or self.hub.closed
-                or self.hooks.hooks
-                or trace.active is not None
-            ):
-                self.on_request(router, ident, payload, owned)
-                return
-            args = unpack_plain(payload[start:])
-            function.check(args, {})
-        except (struct.error, CodecError, InvalidMessage):
-            self.on_request(router, ident, payload, owned)
-            return
-        call = CallContext(router, ident, function.name, function, monotonic() + seconds)
-        engine = self.engine
-        leader = engine.step_down()
-        token = current.set(call)
-        interrupt: BaseException | None = None
-        try:
-            answer = self.result(call, function.fn(*args))
-        except BaseException as error:  # noqa: BLE001  # whatever a handler raises is told to its caller
-            answer = self.raised(call, error)
-            interrupt = error if isinstance(error, KeyboardInterrupt) else None
-        finally:
-            current.reset(token)
-            engine.step_up(leader)
-        self.served += 1
-        parts, nbytes = answer
-        if router.gone or nbytes > JOIN_BYTES or not router.outbound.send_rpc(_REPLY, 0, SERVICE, ident, parts[0]):
-            self.transmit(router, ident, parts, nbytes)
-        if interrupt is not None:  # Ctrl-C reached the thread that happened to run the handler: it is that thread's
-            raise interrupt
 
     def _admit(self, router: Router, ident: int, head: RequestHead, payload: memoryview, owned: bool) -> None:
         """A call that begins."""
@@ -322,12 +269,14 @@ class Server:
             engine.release()
 
     def _run_pooled(self, call: CallContext) -> None:
+        began = monotonic()
         answer = self.evaluate(call)
+        if call.function is not None:
+            call.function.took = monotonic() - began
         engine = self.engine
         if not engine.lock.acquire(False):
             engine.acquire()
         try:
-            self.pool.done()
             self.finish(call, answer)
         finally:
             engine.release()
