@@ -227,6 +227,8 @@ class Engine:
                                 if work.finished:
                                     spin.misses = 0
                                     return
+                                if work.yields:  # what it waits for is whatever comes
+                                    spin.misses = 0
                                 end = 0.0
                             now = perf_counter()
                             if not end:
@@ -285,6 +287,8 @@ class Engine:
                 self.acquire()
                 work.parker = None
             self._dispatch(events)
+            if work.yields:
+                return
 
     def _follow(self, work: Waited, deadline: float) -> None:
         """Sleep until `work` is done, the deadline has passed, the lead is free, or a callback is to be run."""
