@@ -2,7 +2,7 @@
 # make test      lint, types, all tests: what CI runs
 # make test-312  all tests under Python 3.12 (test-313: 3.13), in an environment of its own
 # make soak      the long forms of the tests: 20,000 messages from 64 threads, 20 s of computing, …
-# make fuzz      five minutes of fuzzing: the parsers, then a live endpoint over a socket
+# make fuzz      some minutes of fuzzing: the parsers, then a live endpoint over a socket, then RPC
 # make bench     rankmesh beside bare sockets, gloo, MPICH and ZeroMQ, in one run (installs them into .venv-bench)
 # make bench-shm the same inside one host: shared memory beside MPICH's, and beside a plain copy
 # make bench-rpc calls beside gRPC's, RPyC's, ZeroMQ's and torch's
@@ -44,6 +44,7 @@ soak: debian-ip $(VENV)/installed-dev
 fuzz: $(VENV)/installed-dev
 	$(BIN)/python fuzz/wire.py --seconds 150
 	$(BIN)/python fuzz/sockets.py --seconds 150
+	$(BIN)/python fuzz/rpc.py --seconds 150
 
 bench: .venv-bench/installed
 	.venv-bench/bin/python bench/p2p.py $(ARGS)

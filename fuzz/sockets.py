@@ -111,10 +111,10 @@ def _entertain_one(peer: Peer) -> None:
 class Target:
     """The process under fire."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: str = __file__) -> None:
         self._log = TemporaryFile("w+")  # noqa: SIM115  close() closes it
         self._process = subprocess.Popen(
-            [sys.executable, "-X", "dev", __file__, "--serve"],
+            [sys.executable, "-X", "dev", script, "--serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -318,7 +318,7 @@ def fuzz(seed: int, seconds: float, only: int | None = None) -> Counter[str]:
                 warm, descriptors = target.memory, target.descriptors
         genuine.check()
         target.check()
-        _check_growth(target, warm, descriptors)
+        check_growth(target, warm, descriptors)
         target.close()
     except Finding as finding:
         raise Finding(
@@ -330,7 +330,7 @@ def fuzz(seed: int, seconds: float, only: int | None = None) -> Counter[str]:
     return outcomes
 
 
-def _check_growth(target: Target, warm: int, descriptors: int) -> None:
+def check_growth(target: Target, warm: int, descriptors: int) -> None:
     if warm and target.memory - warm > GROWTH_BYTES:
         raise Finding(f"the endpoint grew from {warm} to {target.memory} bytes")
     if warm and target.descriptors > descriptors + LINGERING:

@@ -23,6 +23,7 @@ SAMPLES: dict[str, Any] = {
     "int | None": 3,
     "float | None": 1.5,
     "tuple[int, ...]": (1, 2),
+    "tuple[str, ...]": ("one", "two"),
     "Mapping[int, str]": {0: "all_reduce #3", 1: "barrier #3"},
 }
 
@@ -110,6 +111,8 @@ def test_attributes_are_typed_and_readable() -> None:
         ("UsageError", ValueError),
         ("CodecError", ValueError),
         ("DeadlineError", TimeoutError),
+        ("FunctionNotFound", LookupError),
+        ("InvalidMessage", ValueError),
     ],
 )
 def test_builtin_handlers_catch_their_kind(kind: str, builtin: type[Exception]) -> None:

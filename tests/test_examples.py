@@ -27,7 +27,12 @@ def launch(size: int, example: str) -> list[str]:
 
 
 def test_all_examples_are_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"ring.py", "endpoints.py", "asyncio_messages.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "ring.py",
+        "endpoints.py",
+        "asyncio_messages.py",
+        "rpc_server.py",
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -46,8 +51,8 @@ def test_asyncio_messages() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(EXAMPLES / "endpoints.py"), "serve"]
+def server(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(EXAMPLES / getattr(request, "param", "endpoints.py")), "serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.terminate()
@@ -61,3 +66,17 @@ def test_endpoints(server: subprocess.Popen[str]) -> None:
         answer = run(str(EXAMPLES / "endpoints.py"), "ask", address)
         assert answer == ["mean 2.5, doubled [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"]
         assert server.stdout.readline().startswith("answered peer 'client' (host ")
+
+
+@pytest.mark.parametrize("server", ["rpc_server.py"], indirect=True)
+def test_rpc_server(server: subprocess.Popen[str]) -> None:
+    assert server.stdout is not None
+    address = server.stdout.readline().strip()
+    assert run(str(EXAMPLES / "rpc_server.py"), "ask", address) == [
+        "accumulate [1, 3, 6]",
+        "countdown [3, 2, 1]",
+        "predict [False, True]",
+        "refused predict",
+        "slow_add [0, 2, 4]",
+    ]
+    assert server.wait(scaled(DEADLINE)) == 0

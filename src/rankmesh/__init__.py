@@ -1,4 +1,4 @@
-"""rankmesh: messages and remote calls between the ranks of a program, over TCP, TLS or in one process, behind one API."""
+"""rankmesh: messages and remote calls between the ranks of a program, over TCP, TLS or in one process."""
 
 from rankmesh.config import Config, TlsFiles
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work

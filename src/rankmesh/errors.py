@@ -127,7 +127,7 @@ class FunctionNotFound(RankmeshError, LookupError):
 
 
 class InvalidMessage(RankmeshError, ValueError):
-    """Arguments that do not fit the function, or bytes that are no call or reply. Attributes: function, peer, reason."""
+    """Arguments that do not fit a function, or bytes that are no call or reply. Attributes: function, peer, reason."""
 
     function: str = ""
     peer: str = ""

@@ -1,7 +1,7 @@
 """Endpoint and Peer as users have them: messages from below, and RPC on top. The composition root without ranks.
 
-The layers do not know of each other: `endpoint` offers services and knows none, `rpc` stands on `endpoint`. Here they are
-put together: an agent is made when it is first used, and an endpoint that nobody uses RPC on has none.
+The layers do not know of each other: `endpoint` carries services and knows none, `rpc` stands on `endpoint`. Here they
+are put together: an agent is made when it is first used, and an endpoint that nobody uses RPC on has none.
 """
 
 from __future__ import annotations

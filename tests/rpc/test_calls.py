@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,15 @@ def test_notification_is_served_and_not_answered(served: Served) -> None:
     assert served.client.rpc.statistics()["calls_waiting"] == 0
 
 
+def test_notification_is_served_although_its_sender_left(served: Served) -> None:
+    blockers = [served.peer.call_async("wait", timeout=SOON) for _ in range(served.server.config.rpc_threads)]
+    served.peer.notify("note", "the last word")
+    served.client.close()
+    served.functions.gate.set()
+    wait_until(lambda: "the last word" in served.functions.log, 10)
+    assert all(work.done() for work in blockers)
+
+
 def test_notification_that_fails_is_nobodys_trouble(served: Served) -> None:
     served.peer.notify("fail", "ValueError")
     served.peer.notify("nothing of that name")
@@ -166,6 +176,15 @@ def test_inline_handler_may_use_the_endpoint(served: Served) -> None:
         assert out[0] == value
 
 
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("nbytes", [0, 100, 20_000, 3 * MIB])
+def test_plain_arguments_and_a_result_that_is_an_array(served: Served, inline: bool, nbytes: int) -> None:
+    served.server.rpc.register(lambda n: [np.ones(n, np.uint8), np.zeros(n, np.uint8)], "arrays", inline=inline)
+    for _ in range(5):
+        ones, zeros = served.peer.call("arrays", nbytes, timeout=SOON)
+        assert (ones.nbytes, int(ones.sum()), zeros.nbytes, int(zeros.sum())) == (nbytes, nbytes, nbytes, 0)
+
+
 def test_inline_handler_runs_although_the_server_waits_for_something_else(served: Served) -> None:
     waiting = Call(served.server.recv, bytearray(1), 9)
     for value in range(200):
@@ -184,6 +203,26 @@ def test_call_to_oneself(name: str, inproc: Medium) -> None:
         result = rpc.call(served.server, name, array, timeout=SOON)
         assert np.array_equal(result, array)
         assert not np.shares_memory(result, array)
+
+
+def test_handler_that_was_quick_and_now_waits_delays_nobody(tcp: Medium) -> None:
+    """A thread of the pool that lingers runs quick handlers where it reads; one that turns slow must not stop it all,
+    and can be cancelled like any other."""
+    with serving(tcp) as served:
+        gate = threading.Event()
+        gate.set()
+        served.server.rpc.register(lambda: gate.wait(SOON), "moody")
+        for _ in range(200):
+            assert served.peer.call("moody", timeout=SOON)
+        gate.clear()
+        slow = [served.peer.call_async("moody", timeout=SOON) for _ in range(3)]
+        for number in range(20):
+            for name in ("echo", "pooled", "aecho"):
+                assert served.peer.call(name, number, timeout=SOON) == number
+        assert not any(work.done() for work in slow)
+        assert served.server.rpc.statistics()["serving"] == 3
+        gate.set()
+        assert [work.result() for work in slow] == [True] * 3
 
 
 def test_ranks_call_each_other() -> None:

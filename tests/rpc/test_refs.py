@@ -34,7 +34,7 @@ def test_methods_are_called_where_the_object_is(served: Served) -> None:
 
 
 def test_value_is_fetched_as_a_copy(served: Served) -> None:
-    served.server.rpc.register(lambda n: np.arange(n), "numbers")
+    served.server.rpc.register(np.arange, "numbers")
     with served.peer.remote("numbers", MIB, timeout=SOON) as ref:
         assert np.array_equal(ref.fetch(timeout=SOON), np.arange(MIB))
     wait_until(lambda: held(served) == 0, 10)

@@ -59,7 +59,7 @@ def test_idempotent_call_is_tried_again_after_a_reconnect() -> None:
 
 
 def test_other_calls_are_not_tried_again() -> None:
-    with flaky() as (server, client, peer):
+    with flaky() as (server, _, peer):
         assert peer.call("unsafe", 1, timeout=SOON) == 1
         with pytest.raises(PeerLost):
             peer.call("unsafe", 2, timeout=SOON)

@@ -55,7 +55,7 @@ def test_producer_waits_for_its_consumer(served: Served, nbytes: int) -> None:
     for number in range(3):
         assert next(stream)[-1] == number
     most = 3 + max(WINDOW // (nbytes + OVERHEAD), 1) + 2
-    wait_until(lambda: served.server.rpc._server.pool.pending == 0, 10)  # put aside: it keeps no thread
+    wait_until(lambda: served.server.rpc._server.pool.idle, 10)  # put aside: it keeps no thread
     assert len(served.functions.log) <= most
     produced = len(served.functions.log)
     for number in range(3, produced + 3):
@@ -108,20 +108,18 @@ def test_error_comes_after_the_items_before_it(served: Served, at: int) -> None:
         raise ValueError("no more")
 
     served.server.rpc.register(broken)
-    got = []
+    got: list[Any] = []
     with pytest.raises(ValueError, match="no more") as caught:
-        for item in served.peer.stream("broken", timeout=SOON):
-            got.append(item)
+        got.extend(served.peer.stream("broken", timeout=SOON))
     assert isinstance(caught.value, RemoteError)
     assert len(got) == at
 
 
 def test_item_that_cannot_travel_ends_the_stream(served: Served) -> None:
     served.server.rpc.register(lambda: iter([1, object(), 3]), "rubbish")
-    got = []
+    got: list[Any] = []
     with pytest.raises(RemoteError, match="cannot be sent"):
-        for item in served.peer.stream("rubbish", timeout=SOON):
-            got.append(item)
+        got.extend(served.peer.stream("rubbish", timeout=SOON))
     assert got == [1]
 
 
@@ -194,12 +192,15 @@ def test_channel_converses_with_tasks(served: Served) -> None:
 def test_sender_waits_for_the_other_side_of_a_channel(served: Served, name: str) -> None:
     """Nobody takes what comes back, so the handler stops taking, so the sender has to wait."""
     with served.peer.channel(name, "hello", timeout=SOON) as channel:
-        sent = 0
+        sent: list[int] = []
+
+        def send(number: int) -> int:
+            channel.send(bytes(4 * KIB), timeout=0.3)
+            return number
+
         with pytest.raises(DeadlineError):
-            while sent < 10_000:
-                channel.send(bytes(4 * KIB), timeout=0.3)
-                sent += 1
-        assert sent <= 4 * WINDOW // (4 * KIB)
+            sent.extend(map(send, range(10_000)))
+        assert len(sent) <= 4 * WINDOW // (4 * KIB)
     wait_until(lambda: served.server.rpc.statistics()["serving"] == 0, 10)
 
 

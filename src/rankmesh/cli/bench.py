@@ -14,6 +14,7 @@ from rankmesh.cli.main import Subparsers
 #: benchmark → (module, what it measures)
 BENCHES: Final = {
     "p2p": ("rankmesh.cli.p2p", "messages between two ranks: latency and bandwidth by size"),
+    "rpc": ("rankmesh.cli.rpc", "calls between two ranks: latency, calls per second, bandwidth of arrays"),
 }
 
 

@@ -18,6 +18,8 @@ from rankmesh import __version__
 from rankmesh.errors import ConfigError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from rankmesh.cli.measure import Row
 
 #: Load average above which somebody else was using the machine.
@@ -105,7 +107,7 @@ def caveats(environment: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def write_json(target: str, document: dict[str, Any], rows: Sequence[Row]) -> None:
+def write_json(target: str, document: dict[str, Any], rows: Sequence[DataclassInstance]) -> None:
     """To a file, or to standard output for `-`."""
     text = json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
     if target == "-":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Final
 
-from rankmesh.endpoint.waiting import EVENTS, poll_timeout
+from rankmesh.endpoint.waiting import EVENTS, Hint, Parker, poll_timeout
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.progress import Engine
@@ -23,6 +24,10 @@ class Background:
     """The thread, and its mark as the leader: something waited for that is never finished."""
 
     finished = False
+    yields = True
+    look_every = math.inf
+    hint: Hint | None = None
+    parker: Parker | None = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -67,7 +72,7 @@ class Background:
                         self._urgent = False
                         self._lead()
                     seen_drives, seen_leader = engine.drives, None
-                elif engine.leader is seen_leader:
+                elif engine.leader is seen_leader and not engine.leader.yields:
                     self.parked = True  # a long wait: its leader wakes us when it leaves
                 else:
                     seen_leader = engine.leader

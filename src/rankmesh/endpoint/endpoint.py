@@ -400,7 +400,7 @@ class Endpoint:
             self.hub.closed = f"Endpoint {self.name!r} was aborted."
             for agent in self.hub.agents:
                 agent.closing()
-            for router in self.hub.routers.values():
+            for router in list(self.hub.routers.values()):  # one that cannot be told is lost, and forgotten
                 if reason and isinstance(router, PeerRouter):
                     router.say_failed(reason)
             self._free([router for router in self.hub.routers.values() if isinstance(router, PeerRouter)])

@@ -82,7 +82,7 @@ class Engine:
         self.lock: threading.Lock | ForkedLock = threading.Lock()
         self.contenders: deque[None] = deque()
         #: The Work whose waiter leads; None if nobody does; `background` if that thread does.
-        self.leader: object | None = None
+        self.leader: Waited | None = None
         self.closed = False
         self.backlog: deque[Backlogged] = deque()
         #: Whoever waits for room to write: while there is anybody, all connections are looked at, not just one.
@@ -167,18 +167,18 @@ class Engine:
         """Run a user's callback soon, without the lock."""
         self.deferred.append(callback)
 
-    def step_down(self) -> object | None:
+    def step_down(self) -> Waited | None:
         """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
         `step_up`: it must not keep anything in its hands that others may change meanwhile."""
         leader, self.leader = self.leader, None
         self.lock.release()
         return leader
 
-    def step_up(self, leader: object | None) -> None:
+    def step_up(self, leader: Waited | None) -> None:
         """Take the lock again, and the lead if nobody waits with it."""
         if not self.lock.acquire(False):
             self.acquire()
-        if self.leader is None or self.leader is self.background:
+        if self.leader is None or self.leader.yields:
             self.leader = leader
 
     def call_soon(self, callback: Callable[[], None]) -> None:
@@ -195,7 +195,9 @@ class Engine:
         """Return when `work` is done or the deadline has passed."""
         while True:
             leader = self.leader
-            if leader is not None and leader is not self.background:
+            if leader is not None and not leader.yields:
+                if work.yields:
+                    return
                 self._follow(work, deadline)
             else:
                 self.leader = work
@@ -227,6 +229,8 @@ class Engine:
                                 if work.finished:
                                     spin.misses = 0
                                     return
+                                if work.yields:  # what it waits for is whatever comes
+                                    spin.misses = 0
                                 end = 0.0
                             now = perf_counter()
                             if not end:
@@ -267,7 +271,7 @@ class Engine:
                 return
 
     def _block(self, work: Waited, deadline: float) -> None:
-        while not work.finished:
+        while not work.finished and self.leader is work:
             if self.backlog:
                 self.work_off_backlog()
                 if work.finished:
@@ -294,6 +298,8 @@ class Engine:
                 self.acquire()
                 work.parker = None
             self.dispatch(events)
+            if work.yields:
+                return
 
     def _follow(self, work: Waited, deadline: float) -> None:
         """Sleep until `work` is done, the deadline has passed, the lead is free, or a callback is to be run."""
@@ -316,7 +322,7 @@ class Engine:
                     self.acquire()
                     if work.parker is parker:
                         work.parker = None
-                if self.leader is None or self.leader is self.background:
+                if self.leader is None or self.leader.yields:
                     return
         finally:
             del self._followers[parker]
@@ -325,7 +331,7 @@ class Engine:
 
     def turn(self) -> None:
         """Look once at what is there, without waiting."""
-        if self.leader is None or self.leader is self.background:
+        if self.leader is None or self.leader.yields:
             if self.backlog:
                 self.work_off_backlog()
             self._sweep()
@@ -347,7 +353,7 @@ class Engine:
         thread, if it leads, no longer does then."""
         leader = self.leader
         if leader is not None:
-            if leader is not self.background:
+            if not leader.yields:
                 return False
             self.leader = None
             if self.background.sleeping and self.looks:  # the bells that were to wake it may be answered by others now

@@ -41,12 +41,15 @@ class Waited(Protocol):
     hint: Hint | None
     #: Seconds a follower sleeps at most before it looks itself whether it is finished.
     look_every: float
+    #: Whoever waits for this leads for others: it is there when nobody else is, and steps back when somebody is.
+    yields: bool
 
 
 class Until:
     """Waits for a condition, looked at whenever something happened, and by a follower now and then."""
 
     look_every = 0.01
+    yields = False
     hint: Hint | None = None
 
     def __init__(self, condition: Callable[[], bool]) -> None:

@@ -32,6 +32,7 @@ class Work(Generic[T]):
     parker: Parker | None = None
     look_every = threading.TIMEOUT_MAX
     hint: Hint | None = None
+    yields = False
 
     def __init__(self, engine: Engine, op: str, peer: Any, tag: int | None, timeout: float) -> None:
         self._engine = engine

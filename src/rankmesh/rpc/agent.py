@@ -1,9 +1,9 @@
 """RpcAgent: functions that others may call, and calls of theirs. One per endpoint, made when it is first used.
 
 Who is called is a rank (on a mesh) or a Peer; the endpoint itself, too: a call to oneself goes the same way, but for
-the wire. Every wait takes `timeout` in seconds (None: Config.timeout), and inside a handler never more than what is left
-of the call it serves. `timeout`, `out` and `returns` are therefore no names of arguments for the remote function; pass
-such by place.
+the wire. Every wait takes `timeout` in seconds (None: Config.timeout), and inside a handler never more than what is
+left of the call it serves. `timeout`, `out` and `returns` are therefore no names of arguments for the remote function;
+pass such by place.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rankmesh.rpc.context import current, current_trace, outgoing_trace
 from rankmesh.rpc.hooks import CallInfo, Hook, Hooks
 from rankmesh.rpc.opening import Opened, OpenedChannel
 from rankmesh.rpc.producing import Streams
+from rankmesh.rpc.prompt import Prompt
 from rankmesh.rpc.protocol import NAME_LIMIT, SERVICE, Bit, Body, Kind, arguments, item, plain_prefix, request
 from rankmesh.rpc.refs import Ref, References, RefHandle
 from rankmesh.rpc.registry import Function
@@ -65,7 +66,7 @@ class RpcAgent:
         self._prefixes: dict[tuple[str, float], bytes] = {}
         #: Peer that was lost → its successor, by which it was reached again.
         self._successors: dict[Peer, Peer] = {}
-        endpoint.attach(SERVICE, self._server.on_request, self._server.on_lone_request, self)
+        endpoint.attach(SERVICE, self._server.on_request, Prompt(self._server).on_request, self)
 
     # ------------------------------------------------------------------ offering functions
 
@@ -99,8 +100,10 @@ class RpcAgent:
 
         `inline`: it takes microseconds, and runs on the thread that reads the network; while it runs, nothing else is
         read. That thread is whichever waits for something of this endpoint, or the endpoint's own. So the handler may
-        use the endpoint, but must not take a lock that anybody holds around a call of rankmesh. `idempotent`: it may run twice for one call; then `call` tries once more after a lost
-        connection. `channel`: it converses: its first argument is a Channel.
+        use the endpoint, but must not take a lock that anybody holds around a call of rankmesh.
+
+        `idempotent`: it may run twice for one call; then `call` tries once more after a lost connection. `channel`: it
+        converses: its first argument is a Channel.
         """
         if fn is None:
             return lambda fn: self.register(fn, name, inline=inline, idempotent=idempotent, channel=channel)
@@ -156,8 +159,9 @@ class RpcAgent:
         `out`: a buffer that the result, an array of its size, is copied into, and which is returned. `returns`: a
         dataclass, msgspec Struct or other type that the result is converted to and validated against.
 
-        Raises what the function raised, as RemoteError and, where it was a builtin exception, as that; FunctionNotFound;
-        InvalidMessage for arguments that do not fit; DeadlineError; PeerLost; NoConnection; BusyError.
+        Raises what the function raised, as RemoteError and, where it was a builtin exception, as that;
+        FunctionNotFound; InvalidMessage for arguments that do not fit; DeadlineError, PeerLost, NoConnection and
+        BusyError.
         """
         call = self._make(self._router(to), function, args, kwargs, timeout)
         if out is not None or returns is not None:
@@ -223,10 +227,8 @@ class RpcAgent:
         if to is None and self._ranks is None:
             raise UsageError("An endpoint without ranks has no 'everybody'. Pass the peers to call.")
         targets: list[To] = list(range(len(self._ranks or ()))) if to is None else list(to)
-        works = []
-        for target in targets:
-            works.append((target, self._make(self._router(target), function, args, kwargs, timeout)))
-        return Broadcast(self._hub.engine, works)
+        calls = [(target, self._make(self._router(target), function, args, kwargs, timeout)) for target in targets]
+        return Broadcast(self._hub.engine, calls)
 
     def call_fn(
         self, to: To, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -55,10 +56,8 @@ class Broadcast:
         queue: asyncio.Queue[tuple[Any, Call]] = asyncio.Queue()
 
         async def settle(entry: tuple[Any, Call]) -> None:
-            try:
+            with suppress(Exception):  # whoever takes the Work asks it for its result
                 await entry[1]
-            except Exception:  # noqa: BLE001  # whoever takes the Work asks for its result
-                pass
             queue.put_nowait(entry)
 
         tasks = [asyncio.ensure_future(settle(entry)) for entry in self._pending]

@@ -12,11 +12,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+from rankmesh.rpc.answers import Answer, Refusal
 from rankmesh.rpc.context import CallContext, current
 from rankmesh.rpc.pool import JOIN_SECONDS
 from rankmesh.rpc.producing import PATIENCE, Conversing, Serving
 from rankmesh.rpc.protocol import Why
-from rankmesh.rpc.server import Answer, Refusal, Server
+from rankmesh.rpc.server import Server
 
 logger = logging.getLogger("rankmesh")
 

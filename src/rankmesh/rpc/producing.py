@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from rankmesh.errors import CancelledError, InvalidMessage
+from rankmesh.rpc.answers import Answer, Refusal
 from rankmesh.rpc.context import CallContext, current
 from rankmesh.rpc.protocol import Body, Kind, RequestHead, Why, credit_reply, end_reply, read_amount, reply
-from rankmesh.rpc.server import Answer, Refusal, Server
+from rankmesh.rpc.server import Server
 from rankmesh.rpc.streams import Channel, Inbox, Outbox
 
 #: Seconds an item may wait for credit: the caller's end, or its loss, comes before that.
@@ -92,7 +93,6 @@ class Producer(Serving):
         if self._hooks_ended is not None:
             self._hooks_ended(error)
         with server.engine:
-            server.pool.done()
             server.finish(call, answer)
 
     def _produce(self) -> bool:
@@ -113,7 +113,6 @@ class Producer(Serving):
                     break
                 if not self.outbox.open:
                     self._held = body
-                    server.pool.done()
                     return True
                 self.outbox.send(body)
         close = getattr(self._items, "close", None)
@@ -135,9 +134,8 @@ class Conversing(Serving):
     """A channel."""
 
     def channel(self) -> Channel:
-        server, call = self.server, self.call
-        timeout = server.config.timeout
-        return Channel(self.inbox, self.outbox, lambda value: self._packed(value), self._end, _nothing, timeout)
+        timeout = self.server.config.timeout
+        return Channel(self.inbox, self.outbox, self._packed, self._end, _nothing, timeout)
 
     def _packed(self, value: Any) -> Body:
         try:
@@ -168,7 +166,6 @@ class Conversing(Serving):
         if ended is not None:
             ended(error)
         with server.engine:
-            server.pool.done()
             self.close()
             server.finish(call, answer)
 

@@ -15,7 +15,8 @@ Caller to server:
     NOTIFY    never answered
     STREAM    answered by any number of ITEMs, as far as credit goes, then by END or FAILURE
     CHANNEL   like STREAM, and the caller sends ITEMs and END too
-    ITEM END CREDIT CANCEL      belong to one of these that is under way; of another they are ignored: they crossed its end
+    ITEM END CREDIT CANCEL      belong to one of these that is under way; of another they are ignored: they crossed its
+              end
     RELEASE   the body names references that the caller no longer holds
 Server to caller:
     RESULT FAILURE ITEM END     as above

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import threading
 import typing
 from collections.abc import Callable
@@ -37,20 +38,8 @@ class Function:
     """A registered function, ready to be called."""
 
     __slots__ = (
-        "_by_name",
-        "_by_place",
-        "_hinted",
-        "_least",
-        "_most",
-        "_signature",
-        "channel",
-        "fn",
-        "idempotent",
-        "inline",
-        "is_async",
-        "key",
-        "name",
-        "streams",
+        "_by_name", "_by_place", "_hinted", "_least", "_most", "_signature", "channel", "fn",
+        "idempotent", "inline", "is_async", "key", "name", "plain", "streams", "took",
     )  # fmt: skip
 
     def __init__(self, fn: Callable[..., Any], name: str, *, inline: bool, idempotent: bool, channel: bool) -> None:
@@ -64,6 +53,10 @@ class Function:
         target = plain if not isinstance(plain, type) and hasattr(plain, "__code__") else getattr(fn, "__func__", fn)
         self.is_async = inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target)
         self.streams = inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target)
+        #: It is called, and runs in a thread.
+        self.plain = not (self.is_async or self.streams or channel)
+        #: Seconds that its last run took; unknown is endless.
+        self.took = math.inf
         if inline and (self.is_async or self.streams or channel):
             raise UsageError(f"{name!r} cannot be inline: async functions, generators and channels take their time.")
         self._read_signature(fn)

@@ -5,7 +5,7 @@ taken, its bytes copied out if they are not ours. Arguments are decoded, and han
 
     inline     on the thread that leads, right after it has left the lock; several that came together are answered
                together, with one system call
-    function   on a thread of the pool
+    function   on a thread of the pool, which may be the one that has read it (see `pool`)
     generator  likewise, as far as the caller's credit goes; then it is put aside, and takes no thread
     async      on the event loop
 
@@ -16,36 +16,32 @@ cancelled, is in `running` under (peer, ident) until it is answered; it counts f
 from __future__ import annotations
 
 import logging
-import struct
 import threading
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from rankmesh import trace
-from rankmesh.codec import pack_plain, unpack_plain
+from rankmesh.codec import pack_plain
 from rankmesh.endpoint.hub import Hub
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.transfers import Send
 from rankmesh.errors import BusyError, CodecError, InvalidMessage, UsageError
+from rankmesh.rpc.answers import Answer, Parts, Refusal, describe, raised, type_name
 from rankmesh.rpc.context import CallContext, current
 from rankmesh.rpc.hooks import Hooks
 from rankmesh.rpc.pool import Pool
 from rankmesh.rpc.protocol import (
     ALIGNMENT,
     PLAIN_RESULT,
-    REQUEST,
     SERVICE,
     Bit,
     Body,
     Kind,
     RequestHead,
     Why,
-    failure,
     item,
     read_arguments,
     read_request,
@@ -60,31 +56,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rankmesh")
 
-_CALL: Final = Kind.CALL
-_REQUEST_BYTES: Final = REQUEST.size
-_unpack_request: Final = REQUEST.unpack_from
 _REPLY: Final = int(FrameKind.REPLY)
 _REPLY_FLAG: Final = int(Flag.REPLY)
 #: Inline calls answered together.
 BATCH: Final = 64
 #: What a request counts for besides its bytes.
 REQUEST_COST: Final = 1024
-
-Parts = list[memoryview | bytes]
-Answer = tuple[Parts, int]
-
-
-class Refusal(Exception):
-    """A request that is answered with a failure."""
-
-    def __init__(self, why: str, message: str, **details: Any) -> None:
-        super().__init__(message)
-        self.why = why
-        self.details = details
-
-    def answer(self, number: int = 0) -> Answer:
-        body = failure(self.why, str(self), number=number, **self.details)
-        return [body], len(body)
 
 
 class Server:
@@ -96,7 +73,6 @@ class Server:
         self.config = hub.config
         self.hooks = hooks
         self.registry = Registry()
-        self._functions = self.registry.functions
         self.pool = Pool(hub.engine, hub.config.rpc_threads)
         self._loop: Loop | None = None
         self._loop_lock = threading.Lock()
@@ -147,52 +123,6 @@ class Server:
         except Refusal as refusal:
             if payload[0] != Kind.NOTIFY:
                 self.refuse(router, ident, refusal)
-
-    def on_lone_request(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
-        """The hot path, written out: a plain call of an inline function, which runs right here. All else, and all that
-        is wrong with it, goes the general way."""
-        try:
-            kind, flags, name, traced, body_at, seconds = _unpack_request(payload)
-            start = _REQUEST_BYTES + name
-            function = self._functions.get(bytes(payload[_REQUEST_BYTES:start]))
-            if (
-                function is None
-                or not function.inline
-                or kind != _CALL
-                or flags
-                or traced
-                or body_at != start
-                or not seconds > 0
-                or self.hub.closed
-                or self.hooks.hooks
-                or trace.active is not None
-            ):
-                self.on_request(router, ident, payload, owned)
-                return
-            args = unpack_plain(payload[start:])
-            function.check(args, {})
-        except (struct.error, CodecError, InvalidMessage):
-            self.on_request(router, ident, payload, owned)
-            return
-        call = CallContext(router, ident, function.name, function, monotonic() + seconds)
-        engine = self.engine
-        leader = engine.step_down()
-        token = current.set(call)
-        interrupt: BaseException | None = None
-        try:
-            answer = self.result(call, function.fn(*args))
-        except BaseException as error:  # noqa: BLE001  # whatever a handler raises is told to its caller
-            answer = self.raised(call, error)
-            interrupt = error if isinstance(error, KeyboardInterrupt) else None
-        finally:
-            current.reset(token)
-            engine.step_up(leader)
-        self.served += 1
-        parts, nbytes = answer
-        if router.gone or nbytes > JOIN_BYTES or not router.outbound.send_rpc(_REPLY, 0, SERVICE, ident, parts[0]):
-            self.transmit(router, ident, parts, nbytes)
-        if interrupt is not None:  # Ctrl-C reached the thread that happened to run the handler: it is that thread's
-            raise interrupt
 
     def _admit(self, router: Router, ident: int, head: RequestHead, payload: memoryview, owned: bool) -> None:
         """A call that begins."""
@@ -290,8 +220,10 @@ class Server:
             self.engine.defer(lambda: _cancel_task(task, loop))
 
     def peer_lost(self, router: Router) -> None:
+        """Its calls are not wanted any more; what it notified of is: nobody ever waited for that."""
         for call in [call for (index, _), call in self.running.items() if index == router.index]:
-            self.cancel(call)
+            if call.kind != Kind.NOTIFY:
+                self.cancel(call)
 
     def closing(self) -> None:
         for call in list(self.running.values()):
@@ -337,12 +269,14 @@ class Server:
             engine.release()
 
     def _run_pooled(self, call: CallContext) -> None:
+        began = monotonic()
         answer = self.evaluate(call)
+        if call.function is not None:
+            call.function.took = monotonic() - began
         engine = self.engine
         if not engine.lock.acquire(False):
             engine.acquire()
         try:
-            self.pool.done()
             self.finish(call, answer)
         finally:
             engine.release()
@@ -441,7 +375,7 @@ class Server:
             body = item(value, self.config.allow_pickle and call.router.peer.may_unpickle)
         except CodecError as error:
             raise Refusal(Why.RESULT, f"{error.message} {error.hint}".strip(), type_name="CodecError") from None
-        except Exception as error:  # attributes and conversions of the result are the user's code; or memory ran out
+        except Exception as error:  # noqa: BLE001  # a result's conversions are the user's code; or memory ran out
             raise Refusal(Why.RESULT, describe(error), type_name=type_name(error)) from None
         limit = self._limit(call.router)
         if body.nbytes + ALIGNMENT > limit:
@@ -455,12 +389,11 @@ class Server:
         return min(self.config.max_rpc_bytes, remote or self.config.max_rpc_bytes)
 
     def raised(self, call: CallContext, error: BaseException, number: int = 0) -> Answer:
+        """The reply that tells what a handler raised."""
         if call.kind == Kind.NOTIFY:
             logger.warning("The notification %r of %s raised %r.", call.name, call.caller, error)
         self.outcomes[Why.RAISED] += 1
-        lines = traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
-        body = failure(Why.RAISED, describe(error), type_name(error), "".join(lines), number=number)
-        return [body], len(body)
+        return raised(error, number)
 
     def finish(self, call: CallContext, answer: Answer | None, why: str = "", more: bool = False) -> None:
         """A call has ended: free its place, and tell its caller. With the lock."""
@@ -506,15 +439,3 @@ def _cancel_task(task: Any, loop: Any) -> None:
         loop.call_soon_threadsafe(task.cancel)
     except RuntimeError:  # the loop is closed, and the task with it
         pass
-
-
-def type_name(error: BaseException) -> str:
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def describe(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001  # __str__ of an exception is the user's code
-        return f"(a {type_name(error)} whose text cannot be had)"

@@ -7,8 +7,8 @@ Rules, the same in both directions:
   consumer that stops taking stops its producer, and nobody else: the queue between them is bounded in bytes.
 - A side that sends beyond its credit breaks the stream.
 
-`Inbox` and `Outbox` are the two halves, used by callers and servers alike. Their methods need the engine's lock, but for
-those of Stream and Channel, which users call: they take it. A wait is a Work, so threads and tasks wait alike.
+`Inbox` and `Outbox` are the two halves, used by callers and servers alike. Their methods need the engine's lock, but
+for those of Stream and Channel, which users call: they take it. A wait is a Work, so threads and tasks wait alike.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Stream:
             raise StopIteration
         return self._inbox.decoded(entry)
 
-    async def arecv(self, timeout: float | None = None) -> Any:
+    async def arecv(self, timeout: float | None = None) -> Any:  # noqa: ASYNC109  # as of every wait in rankmesh
         """Like `recv`, in asyncio. Raises StopAsyncIteration at the end."""
         try:
             found = self._inbox.next_work(self._timeout if timeout is None else timeout)
@@ -287,8 +287,8 @@ class Stream:
 
 
 class Channel(Stream):
-    """Items in both directions. What the other side sends is iterated over; `send` sends; `end()` says that nothing more
-    comes from here."""
+    """Items in both directions. What the other side sends is iterated over; `send` sends; `end()` says that nothing
+    more comes from here."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class Channel(Stream):
         """Send an item; wait while the other side has a window of them untaken."""
         self._queue(item, timeout).result()
 
-    async def asend(self, item: Any, timeout: float | None = None) -> None:
+    async def asend(self, item: Any, timeout: float | None = None) -> None:  # noqa: ASYNC109  # as above
         """Like `send`, in asyncio."""
         await self._queue(item, timeout)
 
