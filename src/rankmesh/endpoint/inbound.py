@@ -32,6 +32,9 @@ _RPC_FLAG: Final = {int(Kind.REQUEST): int(Flag.REQUEST), int(Kind.REPLY): int(F
 
 #: What a frame counts for in a turn, in bytes: handling a small one takes far longer than reading it.
 FRAME_COST: Final = 4096
+#: Replies to others that a leader deals with after its own: each of them saves its caller a turn.
+REPLIES: Final = 16
+_REPLY: Final = int(Kind.REPLY)
 
 
 class Inbound:
@@ -73,8 +76,8 @@ class Inbound:
             Kind.WITHDRAW: self._on_withdraw,
             Kind.DATA: self._on_data,
             Kind.ABORT: self._on_abort,
-            Kind.REQUEST: self._on_rpc,
-            Kind.REPLY: self._on_rpc,
+            Kind.REQUEST: functools.partial(self._with_payload, then=self._rpc_here),
+            Kind.REPLY: functools.partial(self._with_payload, then=self._rpc_here),
         }
 
     def attach(self, link: Link) -> None:
@@ -224,15 +227,15 @@ class Inbound:
             self.read()
 
     def _parse(self, header: Header | None) -> None:
-        """Handle the frames that are here, until the leader has what it waits for."""
-        parser, handlers, engine = self._parser, self._handlers, self._engine
+        """Handle the frames that are here, until the leader has what it waits for. Replies are often many."""
+        parser, handlers, engine, replies = self._parser, self._handlers, self._engine, REPLIES
         leader: Any = engine.leader
         while header is not None:
             self.frames += 1
             handlers[header[1]](header)
             if parser.pending or self._link is None:
                 return
-            if leader is not None and leader.finished:
+            if leader is not None and leader.finished and (header[1] != _REPLY or not (replies := replies - 1)):
                 if parser.buffered:  # the rest can wait: the next waiter, or the background thread, goes on with it
                     self.backlogged = True
                     engine.backlog.append(self._router)
@@ -491,9 +494,6 @@ class Inbound:
             )
 
     # ------------------------------------------------------------------ RPC
-
-    def _on_rpc(self, header: Header) -> None:
-        self._with_payload(header, self._rpc_here)
 
     def _rpc_here(self, header: Header, payload: memoryview) -> None:
         self.bytes += payload.nbytes
