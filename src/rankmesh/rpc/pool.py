@@ -43,8 +43,9 @@ class Linger:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        #: A thread lingers; requests that it ran itself meanwhile.
+        #: A thread lingers; it runs a handler; how many it has run.
         self.present = False
+        self.busy = False
         self.served = 0
 
     @property
@@ -73,16 +74,32 @@ class Pool:
     @property
     def idle(self) -> bool:
         """Nothing waits, and no thread is busy."""
-        return not self.tasks and len(self._threads) == len(self._asleep) + self.linger.present
+        lingering = self.linger.present and not self.linger.busy
+        return not self.tasks and len(self._threads) == len(self._asleep) + lingering
 
     def submit(self, task: Task) -> None:
         """Have a task run by a thread: the one that lingers, one that sleeps, or a new one."""
         self.tasks.append(task)
-        if self.linger.present and len(self.tasks) == 1:
+        if self.linger.present and not self.linger.busy and len(self.tasks) == 1:
             parker = self.linger.parker
             if parker is not None and parker.locked():
                 parker.release()
-        elif self._asleep:
+        else:
+            self._rouse()
+
+    def begin_here(self) -> None:
+        """The thread that lingers is about to run a handler itself, which may take long: what it was to do is for
+        others."""
+        self.linger.busy = True
+        self.linger.served += 1
+        if self.tasks:
+            self._rouse()
+
+    def end_here(self) -> None:
+        self.linger.busy = False
+
+    def _rouse(self) -> None:
+        if self._asleep:
             self._asleep.pop().release()
         elif len(self._threads) + self._starting < self._most and not self.closed:
             self._starting += 1

@@ -80,6 +80,7 @@ class Prompt:
             self._answer(router, ident, answer)
         else:
             function.took = monotonic() - began
+            self._server.pool.end_here()
             self._server.finish(call, answer)
 
     def _may_run_here(self, router: Router, function: Function, ident: int) -> bool:
@@ -97,7 +98,7 @@ class Prompt:
         server.items += 1
         server.nbytes += REQUEST_COST
         server.running[call.router.index, call.ident] = call
-        self._linger.served += 1
+        server.pool.begin_here()
 
     def _run(self, call: CallContext, function: Function, args: list[object]) -> Answer:
         engine = self._engine
