@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rankmesh import Work
 from rankmesh.config import GIB, MIB, Config
 from rankmesh.errors import PeerLost
 from ranks import Mesh, Outcome, Ranks, Talk, attempt, nursery
@@ -128,7 +129,8 @@ def hold(mesh: Mesh, talk: Talk) -> None:
     outs = {rank: np.empty(128 * MIB, np.uint8) for rank in others}
     receives = [mesh.irecv(outs[rank], source=rank, tag=1) for rank in others]
     sends = [mesh.isend(array, to=rank, tag=1) for rank in others]
-    for work in (*receives, *sends):
+    works: list[Work[Any]] = [*receives, *sends]
+    for work in works:
         work.wait()
     more = [mesh.isend(array, to=rank, tag=2) for rank in others]
     talk.send(len(more))
