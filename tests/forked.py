@@ -32,6 +32,8 @@ class Child:
             finally:
                 sys.stdout.flush()
                 os._exit(code)
+        #: The test has it killed.
+        self.killed = False
         self._status: int | None = None
 
     def __enter__(self) -> Self:
@@ -48,7 +50,9 @@ class Child:
                     self._status = os.waitpid(self.pid, 0)[1]
                 self._report.seek(0)
                 report = self._report.read().decode()
-            assert kind is not None or self._status == 0, f"the child ended with status {self._status}:\n{report}"
+            assert kind is not None or self._status == (9 if self.killed else 0), (
+                f"the child ended with status {self._status}:\n{report}"
+            )
 
     def _ended(self) -> bool:
         if self._status is None:

@@ -24,7 +24,9 @@ from rankmesh import (
     Peer,
     PeerLost,
     TruncationError,
+    Work,
 )
+from rankmesh.buffers import readable
 from rankmesh.config import KIB, MIB
 from rankmesh.endpoint import sharing
 from rankmesh.endpoint.incoming import Incoming
@@ -75,7 +77,7 @@ def filled(owner: Endpoint, nbytes: int, seed: int = 0) -> Array:
 
 
 def in_arena(owner: Endpoint, array: Array) -> bool:
-    return owner.hub.arena.locate(memoryview(array).cast("B")) is not None
+    return owner.hub.arena.locate(readable(array)) is not None
 
 
 def polled(peer: Peer) -> PolledLink:
@@ -301,8 +303,7 @@ def test_a_buffer_that_is_too_small(pair: Pair, data_frames: list[int]) -> None:
 
 def test_an_empty_message_that_is_announced(data_frames: list[int]) -> None:
     """While the peer's credit is spent small messages are announced, empty ones too."""
-    config: dict[str, int] = {"peer_credit_bytes": MIB, "lane_credit_bytes": MIB}
-    with open_pair(SHM, **config) as pair:
+    with open_pair(SHM, peer_credit_bytes=MIB, lane_credit_bytes=MIB) as pair:
         array = filled(pair.left, LARGE)
         for tag in range(1, 20):
             pair.there.isend(array[:60_000], tag=tag)
@@ -323,7 +324,8 @@ def test_more_at_once_than_there_are_cells(pair: Pair, data_frames: list[int]) -
     assert free_cells(pair.there) == 0
     outs = [blank(nbytes) for _ in arrays]
     receives = [pair.back.irecv(out, tag=tag) for tag, out in enumerate(outs)]
-    for work in (*receives, *sends):
+    works: list[Work[Any]] = [*receives, *sends]
+    for work in works:
         work.wait(SOON)
     assert all(np.array_equal(out, array) for out, array in zip(outs, arrays, strict=True))
     assert sum(data_frames) == 20 * nbytes
@@ -342,7 +344,8 @@ def test_a_copy_is_in_the_backlog_once(pair: Pair) -> None:
         right.step()
         assert {copy.landing.got for copy in right.router.inbound.incoming._copies.values()} == {PIECE_BYTES}
         assert list(right.engine.backlog).count(right.router.inbound.incoming) == 1
-    for work in (*receives, *sends):
+    works: list[Work[Any]] = [*receives, *sends]
+    for work in works:
         work.wait(SOON)
 
 
@@ -454,7 +457,7 @@ def test_a_sender_that_gives_up_when_all_is_copied_is_too_late(pair: Pair) -> No
             while right.copying:
                 right.step()
             assert receive.finished
-            send._give_up(CancelledError("too late"))  # type: ignore[attr-defined]  # cancel(), with the lock held
+            send._give_up(CancelledError("too late"))  # cancel(), with the lock held
         finally:
             left.release()
     assert receive.result(SOON).nbytes == LARGE
@@ -469,7 +472,7 @@ def test_a_receiver_that_gives_up_in_the_middle(pair: Pair) -> None:
         send = pair.there.isend(array, tag=1)
         right.read()
         right.step()
-        receive._give_up(CancelledError("cancelled"))  # type: ignore[attr-defined]  # cancel(), with the lock held
+        receive._give_up(CancelledError("cancelled"))  # cancel(), with the lock held
         before = out.copy()
         while right.copying:
             right.step()
@@ -487,7 +490,7 @@ def test_both_give_up_in_the_middle(pair: Pair) -> None:
         right.read()
         right.step()
         send.cancel()
-        receive._give_up(CancelledError("cancelled"))  # type: ignore[attr-defined]  # cancel(), with the lock held
+        receive._give_up(CancelledError("cancelled"))  # cancel(), with the lock held
     check_traffic(pair)
 
 

@@ -18,11 +18,11 @@ from hosts import TwoHosts, finish, needs_namespaces
 from peers import SOON, Call, Medium, Pair, blank, open_pair, pattern, router_of
 from rankmesh import Config, ConnectError, Endpoint, TlsFiles
 from rankmesh.config import KIB, MIB
-from rankmesh.endpoint import shortcut
 from rankmesh.endpoint.shortcut import Carrier
 from rankmesh.testing.world import run_world
-from rankmesh.transport import shm
+from rankmesh.transport import segment
 from rankmesh.transport.base import Link
+from rankmesh.transport.place import Place
 from rankmesh.transport.shm import ShmListener, ShmTransport
 from timing import scaled, wait_until
 
@@ -102,13 +102,6 @@ def test_what_was_asked_for_is_what_carries(address: str, carrier: str) -> None:
         check(pair, *[Carrier(carrier, "same host" if carrier == "shm" else "as addressed")] * 2)
 
 
-def test_before_the_first_connection_nothing_is_said() -> None:
-    with Endpoint(TCP) as endpoint, Endpoint(TCP) as other, pytest.raises(ConnectError):
-        address = other.address
-        other.close()
-        endpoint.connect(address, timeout=0.05)
-
-
 def _carriers(mesh: Any) -> list[str]:
     mesh.barrier()
     out = bytearray(1)
@@ -163,9 +156,9 @@ def test_peers_in_another_place(part: str, why: str, monkeypatch: pytest.MonkeyP
     """As they would say it; the real thing is below."""
     with ExitStack() as stack:
         right = stack.enter_context(Endpoint(TCP, name="right"))
-        place = shortcut.Place.here()
+        place = Place.here()
         elsewhere = place._replace(**{part: "4711"})
-        monkeypatch.setattr(shortcut.Place, "here", lambda: elsewhere)
+        monkeypatch.setattr(Place, "here", lambda: elsewhere)
         left = stack.enter_context(Endpoint(TCP, name="left"))
         there = left.connect(right.address, timeout=SOON)
         pair = Pair(left, right, there, right.accept(timeout=SOON))
@@ -177,7 +170,7 @@ def test_a_system_that_does_not_tell_where_it_is(monkeypatch: pytest.MonkeyPatch
     def hidden() -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(shortcut.Place, "here", hidden)
+    monkeypatch.setattr(Place, "here", hidden)
     why = "the system does not tell where this process is (No such file or directory)"
     with two(ON, ON) as pair:
         check(pair, *[Carrier("tcp", f"no shared memory here: {why}")] * 2)
@@ -245,11 +238,11 @@ FAILURES: dict[str, tuple[Trouble, str]] = {
     "no memory for it": (failing(os, "memfd_create", errno.ENOMEM), "Cannot allocate memory"),
     "not allowed to make it": (failing(os, "memfd_create", errno.EPERM), "Operation not permitted"),
     "no mapping for the other side": (
-        failing(shm.segment, "attach", errno.ENOMEM),
+        failing(segment, "attach", errno.ENOMEM),
         "shm://{name} refused to share memory",
     ),
     "memory that is not the same": (
-        lambda patch: patch.setattr(shm.Segment, "proof", lambda self: os.urandom(16)),
+        lambda patch: patch.setattr(segment.Segment, "proof", lambda self: os.urandom(16)),
         "",
     ),
 }

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers import Call
+from rankmesh.buffers import readable
 from rankmesh.config import KIB, MIB
 from rankmesh.transport.arena import PAGE, SEGMENT_BYTES, Arena, Spot
 
@@ -28,7 +30,7 @@ def make() -> tuple[Arena, list[int]]:
 
 
 def spot(arena: Arena, array: Array) -> Spot:
-    found = arena.locate(memoryview(array).cast("B"))
+    found = arena.locate(readable(array))
     assert found is not None
     return found
 
@@ -84,7 +86,7 @@ def test_views_are_located_where_they_begin() -> None:
     base = spot(arena, array)
     assert spot(arena, array[1000:2000]) == (base.segment, base.offset + 8000)
     assert spot(arena, array.view("u1")[7:]) == (base.segment, base.offset + 7)
-    assert arena.locate(memoryview(array).cast("B")[-1:]) == (base.segment, base.offset + 799_999)
+    assert arena.locate(readable(array)[-1:]) == (base.segment, base.offset + 799_999)
 
 
 def test_other_memory_is_not_located() -> None:
@@ -92,7 +94,7 @@ def test_other_memory_is_not_located() -> None:
     assert arena.locate(memoryview(b"x")) is None
     array = arena.empty(100, "f8")
     for other in (b"x", bytearray(100), np.empty(MIB), array.copy(), make()[0].empty(100, "f8"), b""):
-        assert arena.locate(memoryview(other).cast("B")) is None
+        assert arena.locate(readable(other)) is None
 
 
 Keep = Callable[[Array], Any]
@@ -101,9 +103,9 @@ KEEPS: dict[str, Keep] = {
     "a slice of a slice": lambda array: array[10:200][5:10][1:],
     "another shape": lambda array: array.reshape(2, -1).T,
     "another type": lambda array: array.view("u1")[3:9],
-    "a memoryview": memoryview,
-    "a memoryview of a slice": lambda array: memoryview(array[5:6]).cast("B")[1:2],
-    "an array of a memoryview": lambda array: np.frombuffer(memoryview(array), "u1")[4:5],
+    "a memoryview": lambda array: array.data,
+    "a memoryview of a slice": lambda array: readable(array[5:6])[1:2],
+    "an array of a memoryview": lambda array: np.frombuffer(array.data, "u1")[4:5],
     "the base": lambda array: array.base,
     "an iterator": lambda array: array.flat,
 }
@@ -194,7 +196,7 @@ def test_blocks_never_overlap(steps: list[tuple[int, int]]) -> None:
         held_marks = {key: (held[key][0], held[key][-1]) for key in held}
         assert all(first == last for first, last in held_marks.values())
     spans = sorted((*spot(arena, array), array.nbytes) for array in held.values())
-    for (segment, start, nbytes), (next_segment, next_start, _) in zip(spans, spans[1:], strict=False):
+    for (segment, start, nbytes), (next_segment, next_start, _) in pairwise(spans):
         assert segment != next_segment or start + nbytes <= next_start
     held.clear()
     array = arena.empty(SEGMENT_BYTES, "u1")

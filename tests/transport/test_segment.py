@@ -39,7 +39,7 @@ def test_what_one_side_writes_the_other_reads(both: tuple[Segment, Segment]) -> 
     first, second = both
     for here, there in ((first, second), (second, first)):
         here.outgoing[:5] = b"hello"
-        assert there.incoming[:5] == b"hello"
+        assert bytes(there.incoming[:5]) == b"hello"
         value = here.prove()
         assert len(value) == PROOF_BYTES
         assert there.proof() == value
@@ -136,7 +136,7 @@ WRONG: dict[str, Callable[[], int]] = {
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
 def test_other_descriptors_are_refused(make: Callable[[], int]) -> None:
     fd = make()
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match=r"another size|another layout|Invalid argument|Permission denied"):
         attach(fd)
     os.close(fd)
     assert "memfd:test" not in Path("/proc/self/maps").read_text()
@@ -170,5 +170,5 @@ def test_it_lives_as_long_as_one_side_maps_it() -> None:
     with Child(child):
         pass
     os.close(fd)
-    assert made.incoming[:4] == b"last"
+    assert bytes(made.incoming[:4]) == b"last"
     made.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hmac
 import inspect
 import struct
@@ -657,3 +658,99 @@ def test_garbage_is_refused_or_waited_for(garbage: bytes, initiator: bool, with_
         pass
     assert side.done is side.undecided is False
     assert side.remote is None
+
+
+# ---------------------------------------------------------------------- shortcuts
+
+HERE, ELSEWHERE = "boot/net/1000", "boot/other/1000"
+SHORTCUT = b"0123456789abcdef"
+
+
+def offer(
+    place: str = HERE, acceptor_place: str = HERE, tokens: tuple[str, str] = (TOKEN, TOKEN), shortcut: bytes = SHORTCUT
+) -> Conversation:
+    """A conversation in which the acceptor offers a shortcut."""
+    talk = Conversation(token=tokens[0], acceptor_token=tokens[1])
+    alice, bob = (msgspec.structs.replace(who, place=at) for who, at in ((ALICE, place), (BOB, acceptor_place)))
+    talk.initiator = Handshake(initiator=True, token=tokens[0], identity=alice, nonce=nonce("a"))
+    talk.acceptor = Handshake(initiator=False, token=tokens[1], identity=bob, nonce=nonce("b"), shortcut=shortcut)
+    return talk
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_a_shortcut_is_understood_by_who_is_in_the_same_place(token: str) -> None:
+    talk = offer(tokens=(token, token))
+    talk.run()
+    assert talk.initiator.shortcut == SHORTCUT
+    assert talk.initiator.done, "who does not take it goes on where it is"
+    assert talk.acceptor.done
+    assert talk.initiator.remote == talk.acceptor.identity
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        offer(place=ELSEWHERE),
+        offer(place=""),
+        offer(acceptor_place=""),
+        offer(place="", acceptor_place=""),
+        offer(shortcut=b""),
+        offer(tokens=("another", TOKEN)),
+        offer(tokens=("", TOKEN)),
+    ],
+    ids=["elsewhere", "nowhere", "unknown there", "unknown to both", "none offered", "another token", "no token"],
+)
+def test_a_shortcut_is_not_understood_by_others(talk: Conversation) -> None:
+    with contextlib.suppress(Refused):  # by the token, where that is another
+        talk.run()
+    assert talk.initiator.shortcut == b""
+    assert talk.initiator.done == (talk.messages.get(Type.WELCOME) is not None)
+
+
+def test_an_offer_shows_a_stranger_nothing_of_the_place() -> None:
+    talk = offer()
+    challenge = feed(talk.acceptor, talk.initiator.start())
+    assert HERE.encode() not in challenge
+    assert len(challenge) == PREFIX_BYTES + 16 + NONCE_BYTES + 32 + len(SHORTCUT)
+
+
+def test_an_offer_to_one_nonce_is_worth_nothing_to_another() -> None:
+    """A recorded offer does not send anybody to a name that somebody else may have by now."""
+    challenge = feed(offer().acceptor, offer().initiator.start())
+    other = Handshake(initiator=True, token=TOKEN, identity=offer().initiator.identity, nonce=nonce("c"))
+    other.start()
+    feed(other, challenge)
+    assert other.shortcut == b""
+
+
+def cut(challenge: bytes) -> bytes:
+    return message(Type.CHALLENGE, challenge[PREFIX_BYTES:][: 16 + NONCE_BYTES], VERSION)
+
+
+def rename(challenge: bytes) -> bytes:
+    return challenge[:-1] + bytes([challenge[-1] ^ 1])
+
+
+@pytest.mark.parametrize("change", [cut, rename])
+def test_an_offer_that_was_changed_on_the_way_is_noticed(change: Callable[[bytes], bytes]) -> None:
+    """By who stays: the proofs cover it. Who leaves proves itself where it goes."""
+    talk = offer()
+    talk.tamper = lambda kind, message: change(message) if kind is Type.CHALLENGE else message
+    with pytest.raises(Refused) as caught:
+        talk.run()
+    assert caught.value.code == Refusal.TOKEN
+
+
+@pytest.mark.parametrize("extra", [1, 16, 32, 47])
+def test_an_offer_of_a_wrong_length_is_refused(extra: int) -> None:
+    talk = offer()
+    feed(talk.acceptor, talk.initiator.start())
+    body = BOB.uid + nonce("b") + bytes(extra)
+    with pytest.raises(ProtocolError, match="CHALLENGE message"):
+        feed(talk.initiator, message(Type.CHALLENGE, body, VERSION))
+
+
+@pytest.mark.parametrize("length", [1, 15, 17, 32])
+def test_a_shortcut_has_its_length(length: int) -> None:
+    with pytest.raises(ValueError, match="shortcut has 16 bytes"):
+        Handshake(initiator=False, token=TOKEN, identity=BOB, nonce=nonce("b"), shortcut=bytes(length))
