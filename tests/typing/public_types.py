@@ -11,6 +11,7 @@ from typing import Any, assert_type
 
 import numpy as np
 
+import rankmesh as rm
 from rankmesh.buffers import BufferPool, readable, writable
 from rankmesh.config import Config, TlsFiles
 from rankmesh.endpoint.work import Work
@@ -64,3 +65,25 @@ async def work_knows_its_result(work: Work[int]) -> None:
     as_awaitable: Awaitable[int] = work
     print(as_awaitable)
     work.result("soon")  # type: ignore[arg-type]
+
+
+def calls_are_typed(mesh: rm.Mesh, endpoint: rm.Endpoint, peer: rm.Peer) -> None:
+    assert_type(mesh.rpc, rm.RpcAgent)
+    assert_type(endpoint.rpc.call_async(peer, "f", 1), Work[Any])
+    assert_type(endpoint.connect("tcp://127.0.0.1:1"), rm.Peer)
+    assert_type(peer.stream("f"), rm.Stream)
+    assert_type(peer.remote("f"), rm.Ref)
+
+    @mesh.rpc.register
+    def bare(a: int) -> str:
+        return str(a)
+
+    @mesh.rpc.register(inline=True)
+    def decorated(a: int) -> str:
+        return str(a)
+
+    assert_type(bare(1), str)
+    assert_type(decorated(1), str)
+    bare("one")  # type: ignore[arg-type]
+    peer.call(7)  # type: ignore[arg-type]
+    mesh.rpc.register(bare, inlin=True)  # type: ignore[call-overload]

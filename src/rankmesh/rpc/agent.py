@@ -18,15 +18,15 @@ from rankmesh import trace
 from rankmesh.codec import pack_plain
 from rankmesh.endpoint import Endpoint, Peer, Work
 from rankmesh.endpoint.router import PeerRouter, Router
-from rankmesh.errors import ConnectError, DeadlineError, PeerLost, UsageError
+from rankmesh.errors import ConnectError, DeadlineError, InvalidMessage, PeerLost, UsageError
 from rankmesh.rpc.broadcast import Broadcast
-from rankmesh.rpc.client import Call, Notice, NotIdempotent
+from rankmesh.rpc.client import Call, Notice
 from rankmesh.rpc.context import current, current_trace, outgoing_trace
 from rankmesh.rpc.hooks import CallInfo, Hook, Hooks
 from rankmesh.rpc.opening import Opened, OpenedChannel
 from rankmesh.rpc.producing import Streams
 from rankmesh.rpc.prompt import Prompt
-from rankmesh.rpc.protocol import NAME_LIMIT, SERVICE, Bit, Body, Kind, arguments, item, plain_prefix, request
+from rankmesh.rpc.protocol import NAME_LIMIT, SERVICE, Bit, Body, Kind, Why, arguments, item, plain_prefix, request
 from rankmesh.rpc.refs import Ref, References, RefHandle
 from rankmesh.rpc.registry import Function
 from rankmesh.rpc.server import Server
@@ -445,5 +445,7 @@ class RpcAgent:
         again.out, again.returns = call.out, call.returns
         try:
             return again.complete()
-        except NotIdempotent as refused:
-            raise lost from refused
+        except InvalidMessage as refused:
+            if refused.reason == Why.NOT_IDEMPOTENT:
+                raise lost from refused
+            raise

@@ -28,7 +28,10 @@ class Refusal(Exception):
 def raised(error: BaseException, number: int = 0) -> Answer:
     """What a handler raised, with its traceback from the handler on; `number` items of its stream came before."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    text = "".join(traceback.format_exception(type(error), error, frames))
+    try:
+        text = "".join(traceback.format_exception(type(error), error, frames))
+    except Exception:  # noqa: BLE001  # it asks the exception for its text, and whatever that is made of
+        text = "".join(traceback.format_tb(frames))
     body = failure(Why.RAISED, describe(error), type_name(error), text, number=number)
     return [body], len(body)
 

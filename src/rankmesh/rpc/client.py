@@ -67,10 +67,6 @@ _AGAIN: Final = (0.001, 0.1)
 Part = memoryview | bytes
 
 
-class NotIdempotent(Exception):
-    """A second attempt was refused. It does not leave this package."""
-
-
 class Carrier(Send):
     """The Send of a request too large for one frame, or without a connection yet: if it fails, so does the call."""
 
@@ -462,6 +458,10 @@ def _invalid(call: Outgoing, told: Failure) -> BaseException:
     return InvalidMessage(told.message, function=call.name, peer=str(call.peer), reason=told.message)
 
 
+def _not_idempotent(call: Outgoing, told: Failure) -> BaseException:
+    return InvalidMessage(told.message, function=call.name, peer=str(call.peer), reason=Why.NOT_IDEMPOTENT)
+
+
 def _busy(call: Outgoing, told: Failure) -> BaseException:
     return BusyError(told.message, hint="Call again later, or raise the bound named here on that side.")
 
@@ -476,6 +476,6 @@ _ERRORS: Final[dict[str, _Maker]] = {
     Why.CANCELLED: lambda call, told: CancelledError(told.message),
     Why.REFUSED: _refused,
     Why.RESULT: _unsendable,
-    Why.NOT_IDEMPOTENT: lambda call, told: NotIdempotent(told.message),
+    Why.NOT_IDEMPOTENT: _not_idempotent,
     Why.INTERNAL: lambda call, told: InternalError(f"{call.peer} failed in rankmesh itself: {told.message}"),
 }

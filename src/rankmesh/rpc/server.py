@@ -65,7 +65,7 @@ REQUEST_COST: Final = 1024
 
 
 class Server:
-    """See the module's text. The agent gives `keep` (for references) and `streaming` (for streams and channels)."""
+    """See the module's text. `References` sets `keep` and `released`; `Streams` adds to `takes` and `about`."""
 
     def __init__(self, hub: Hub, hooks: Hooks) -> None:
         self.hub = hub
@@ -290,6 +290,13 @@ class Server:
         """Run the handler of a plain call. None: nobody waits for an answer."""
         if call.given_up:
             return None
+        try:
+            return self._evaluate(call)
+        except Exception as error:  # handlers' errors are dealt with below: this is ours, and its caller must not wait
+            logger.exception("A defect in rankmesh, in the %r.", call)
+            return Refusal(Why.INTERNAL, describe(error)).answer()
+
+    def _evaluate(self, call: CallContext) -> Answer:
         token = None
         try:
             function, args, kwargs = self.prepare(call)
