@@ -34,7 +34,7 @@ from attack import (
 from rankmesh import codec
 from rankmesh.config import MIB, Config
 from rankmesh.endpoint import Endpoint
-from rankmesh.endpoint.outbound import MAX_ANNOUNCED
+from rankmesh.endpoint.frames import MAX_ANNOUNCED
 from rankmesh.errors import CodecError, ConfigError, ConnectError
 from rankmesh.membership.store import SERVICE, Get, Set, StoreClient, StoreServer
 from rankmesh.testing.world import run_world

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.buffers import BufferPool, fresh
 from rankmesh.endpoint.direct import Direct, RingPath, SocketPath
+from rankmesh.endpoint.frames import TURN_BYTES
 from rankmesh.endpoint.incoming import Incoming
-from rankmesh.endpoint.outbound import RPC, RPC_FLAG, TURN_BYTES
+from rankmesh.endpoint.outbound import RPC, RPC_FLAG
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError
 from rankmesh.wire.credit import OVERHEAD, CreditIn

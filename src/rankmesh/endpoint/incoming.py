@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from rankmesh.endpoint.outbound import MAX_ANNOUNCED, RPC
+from rankmesh.endpoint.frames import MAX_ANNOUNCED
+from rankmesh.endpoint.outbound import RPC
 from rankmesh.endpoint.sharing import Copy, Reference
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError, TransferAborted

@@ -15,7 +15,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.buffers import readable
-from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
+from rankmesh.endpoint.frames import MAX_ANNOUNCED, FrameSender
+from rankmesh.endpoint.lanes import Frame, Lane
 from rankmesh.endpoint.sharing import Offers
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import BusyError, ProtocolError, UsageError
@@ -23,7 +24,7 @@ from rankmesh.transport.ring import BELL, begin
 from rankmesh.wire.credit import OVERHEAD, CreditOut
 from rankmesh.wire.credit import Lane as CreditLane
 from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Flag, Kind, pack
-from rankmesh.wire.messages import Control, Identity, encode
+from rankmesh.wire.messages import Identity
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.router import PeerRouter
@@ -38,24 +39,16 @@ RPC_FLAG: Final = {int(Kind.REQUEST): int(Flag.REQUEST), int(Kind.REPLY): int(Fl
 
 #: Up to this size header and payload are joined into one buffer: cheaper than a gathering system call.
 JOIN_BYTES: Final = 16 * 1024
-#: Bytes read or written for one connection before the others get their turn.
-TURN_BYTES: Final = 4 * 1024 * 1024
 #: What a waiting or announced send costs in bookkeeping, for the bound on them.
 SEND_COST: Final = 512
-#: Announcements a sender may have open at its peer: each costs about SEND_COST bytes there.
-MAX_ANNOUNCED: Final = 65_536
-#: Answers that may wait for a peer which does not read, by lane: to all it may have announced, and to its requests.
-MAX_UNREAD: Final = {Lane.CONTROL: 2 * MAX_ANNOUNCED, Lane.RPC: 16_384}
 
 
-class Outbound:
+class Outbound(FrameSender):
     """What goes to one peer."""
 
     def __init__(self, router: PeerRouter) -> None:
-        self._router = router
+        super().__init__(router)
         self._config = router.hub.config
-        self._link: Link | None = None
-        self._queue = OutQueue()
         self._waiting: deque[Send] = deque()
         self._stalled: dict[CreditLane, deque[Send]] = {}
         self._announced: dict[int, Send] = {}
@@ -65,26 +58,15 @@ class Outbound:
         self._like(0, 0, 0)
         #: What of this side's arena the other side may copy from.
         self._offers: Offers | None = None
-        #: The link took no more; it is watched for writing.
-        self.blocked = False
-        self._engine = router.engine
-        #: There is a connection and nothing waits: a small message may go out at once.
-        self._clear = False
-        #: While the other side is asked whether the connection may be closed, nothing is sent on it.
-        self.paused = False
         self.frames = 0
         self.bytes = 0
-        #: Set by traffic, cleared by the heartbeat.
-        self.spoke = False
         #: Of requests and replies that have not left, but for those that `send_rpc` queued.
         self.rpc_bytes = 0
         self._join_limit = 0
 
     def attach(self, link: Link, remote: Identity, polled: PolledLink | None) -> None:
-        self._link = link
+        self._open(link)
         self._remote = remote
-        self._link_send = link.send
-        self._link_sendmsg = link.sendmsg
         self._eager_limit = min(self._config.eager_bytes, remote.eager_bytes)
         self._join_limit = min(self._eager_limit, JOIN_BYTES)
         self._ring = self._offers = None
@@ -93,22 +75,11 @@ class Outbound:
             self._ring, self._after_write, self._fence = polled.writer, polled.after_write, polled.fence
             self._join_limit = self._eager_limit  # nothing is joined: it is written in place
         self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
-        self._set_blocked(False)
-        self.paused = False
-        self.spoke = True
         self.advance()
 
     def detach(self) -> None:
-        self._link = None
-        self._set_blocked(False)
+        self._close()
         self._ring = self._offers = None
-        self._clear = False
-        self._queue.clear()
-
-    def pause(self) -> None:
-        """Send nothing until `resume()`: the other side is asked whether the connection may be closed."""
-        self.paused = True
-        self._clear = False
 
     def resume(self) -> None:
         self.paused = False
@@ -118,6 +89,10 @@ class Outbound:
     def idle(self) -> bool:
         """Everything that was started has left this process."""
         return not (self._queue or self._waiting or self._stalled or self._announced)
+
+    @property
+    def _held_back(self) -> bool:
+        return bool(self._waiting or self._stalled or self.paused)
 
     def new_ident(self) -> int:
         self._last_ident += 1
@@ -442,74 +417,3 @@ class Outbound:
         """A segment of this side's arena is no more."""
         if self._offers is not None:
             self._offers.forget(segment)
-
-    # ------------------------------------------------------------------ frames of our own
-
-    def control(self, kind: Kind, ident: int, lane: Lane = Lane.CONTROL) -> None:
-        if self._link is not None:
-            self._push(lane, Frame([pack(kind, ident=ident)], HEADER_BYTES))
-
-    def payload(self, kind: Kind, payload: bytes, lane: Lane = Lane.CONTROL) -> None:
-        if self._link is not None:
-            header = pack(kind, nbytes=len(payload))
-            self._push(lane, Frame([header + payload], HEADER_BYTES + len(payload)))
-
-    def _push(self, lane: Lane, frame: Frame) -> None:
-        self._queue.push(lane, frame)
-        if not self.blocked:  # else readiness flushes
-            self.flush()
-        elif lane is Lane.CONTROL:
-            self.check_unread(lane)
-
-    def check_unread(self, lane: Lane) -> None:
-        """Who asks for answers and does not read them must not fill our memory."""
-        if self._queue.waiting(lane) > MAX_UNREAD[lane]:
-            self._router.lose(f"it reads nothing: {MAX_UNREAD[lane]} answers wait for it")
-
-    def message(self, message: Control, kind: Kind = Kind.CONTROL, lane: Lane = Lane.CONTROL) -> None:
-        self.payload(kind, encode(message), lane)
-
-    def ping(self) -> None:
-        """Show life, unless something is about to go out anyway."""
-        if not self._queue:
-            self.control(Kind.PING, 0)
-
-    # ------------------------------------------------------------------ the link
-
-    def flush(self) -> None:
-        """Hand to the link what it takes."""
-        budget = TURN_BYTES
-        while self._link is not None:
-            buffers = self._queue.commit()
-            if not buffers:
-                self._watch_writes(False)
-                self._clear = not (self._waiting or self._stalled or self.paused)
-                return
-            self._clear = False
-            try:
-                sent = self._link_sendmsg(buffers) if len(buffers) > 1 else self._link_send(buffers[0])
-            except BlockingIOError:
-                self._watch_writes(True)
-                return
-            except OSError as error:
-                self._router.unwritable(error)
-                return
-            self.spoke = True
-            self._queue.advance(sent)
-            budget -= sent
-            if budget <= 0:
-                self._watch_writes(True)  # readiness brings us back, after the others
-                return
-
-    def _watch_writes(self, wanted: bool) -> None:
-        if self.blocked != wanted and self._link is not None:
-            self._set_blocked(wanted)
-            self._link.wants_write(wanted)
-            self._router.engine.modify(self._link.fileno(), self._link.poll_mask())
-
-    def _set_blocked(self, blocked: bool) -> None:
-        self.blocked = blocked
-        if blocked:
-            self._engine.writers.add(self)
-        else:
-            self._engine.writers.discard(self)

@@ -217,29 +217,8 @@ class Engine:
                         if work.finished:
                             spin.misses = 0
                             return
-                        poll, handlers, end = self.poll, self._handlers, 0.0
-                        while not enough:
-                            events = poll(0, EVENTS)
-                            if events or (self.looks and self.look_around()):
-                                for fd, mask in events:
-                                    if fd in handlers:
-                                        handlers[fd](mask)
-                                if self.backlog and not work.finished:
-                                    self.work_off_backlog()
-                                if work.finished:
-                                    spin.misses = 0
-                                    return
-                                if work.yields:  # what it waits for is whatever comes
-                                    spin.misses = 0
-                                end = 0.0
-                            now = perf_counter()
-                            if not end:
-                                end = now + spin.seconds
-                            elif now >= end:
-                                spin.miss()
-                                break
-                            if self.contenders or self.deferred:
-                                break
+                        if not enough and self._poll_for(work):
+                            return
                     self._block(work, deadline)
                 finally:
                     if self.leader is work:
@@ -255,6 +234,32 @@ class Engine:
                     self.run_deferred()
                 finally:
                     self.acquire()
+
+    def _poll_for(self, work: Waited) -> bool:
+        """Poll all connections until `work` is done (True), or for so long without an event."""
+        spin, poll, handlers, end = self.spin, self.poll, self._handlers, 0.0
+        while True:
+            events = poll(0, EVENTS)
+            if events or (self.looks and self.look_around()):
+                for fd, mask in events:
+                    if fd in handlers:
+                        handlers[fd](mask)
+                if self.backlog and not work.finished:
+                    self.work_off_backlog()
+                if work.finished:
+                    spin.misses = 0
+                    return True
+                if work.yields:  # what it waits for is whatever comes
+                    spin.misses = 0
+                end = 0.0
+            now = perf_counter()
+            if not end:
+                end = now + spin.seconds
+            elif now >= end:
+                spin.miss()
+                return False
+            if self.contenders or self.deferred:
+                return False
 
     def _hand_over(self) -> None:
         """The lead is free: a follower takes it, or the background thread looks for it again. If that still sleeps in

@@ -1,0 +1,133 @@
+"""Frames and the link that takes them: the lower half of `Outbound`. All methods need the engine's lock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
+from rankmesh.wire.header import HEADER_BYTES, Kind, pack
+from rankmesh.wire.messages import Control, encode
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.router import PeerRouter
+    from rankmesh.transport.base import Link
+
+#: Bytes read or written for one connection before the others get their turn.
+TURN_BYTES: Final = 4 * 1024 * 1024
+#: Announcements a sender may have open at its peer: each costs the receiver a few hundred bytes.
+MAX_ANNOUNCED: Final = 65_536
+#: Answers that may wait for a peer which does not read, by lane: to all it may have announced, and to its requests.
+MAX_UNREAD: Final = {Lane.CONTROL: 2 * MAX_ANNOUNCED, Lane.RPC: 16_384}
+
+
+class FrameSender:
+    """What waits for one connection, in the order of its lanes, and how it leaves."""
+
+    def __init__(self, router: PeerRouter) -> None:
+        self._router = router
+        self._engine = router.engine
+        self._link: Link | None = None
+        self._queue = OutQueue()
+        #: The link took no more; it is watched for writing.
+        self.blocked = False
+        #: There is a connection and nothing waits: a small message may go out at once.
+        self._clear = False
+        #: While the other side is asked whether the connection may be closed, nothing is sent on it.
+        self.paused = False
+        #: Set by traffic, cleared by the heartbeat.
+        self.spoke = False
+
+    @property
+    def _held_back(self) -> bool:
+        """Whether anything waits that is not in the queue."""
+        raise NotImplementedError
+
+    def _open(self, link: Link) -> None:
+        self._link = link
+        self._link_send = link.send
+        self._link_sendmsg = link.sendmsg
+        self._set_blocked(False)
+        self.paused = False
+        self.spoke = True
+
+    def _close(self) -> None:
+        self._link = None
+        self._set_blocked(False)
+        self._clear = False
+        self._queue.clear()
+
+    def pause(self) -> None:
+        """Send nothing until told otherwise: the other side is asked whether the connection may be closed."""
+        self.paused = True
+        self._clear = False
+
+    # ------------------------------------------------------------------ frames of our own
+
+    def control(self, kind: Kind, ident: int, lane: Lane = Lane.CONTROL) -> None:
+        if self._link is not None:
+            self._push(lane, Frame([pack(kind, ident=ident)], HEADER_BYTES))
+
+    def payload(self, kind: Kind, payload: bytes, lane: Lane = Lane.CONTROL) -> None:
+        if self._link is not None:
+            header = pack(kind, nbytes=len(payload))
+            self._push(lane, Frame([header + payload], HEADER_BYTES + len(payload)))
+
+    def _push(self, lane: Lane, frame: Frame) -> None:
+        self._queue.push(lane, frame)
+        if not self.blocked:  # else readiness flushes
+            self.flush()
+        elif lane is Lane.CONTROL:
+            self.check_unread(lane)
+
+    def check_unread(self, lane: Lane) -> None:
+        """Who asks for answers and does not read them must not fill our memory."""
+        if self._queue.waiting(lane) > MAX_UNREAD[lane]:
+            self._router.lose(f"it reads nothing: {MAX_UNREAD[lane]} answers wait for it")
+
+    def message(self, message: Control, kind: Kind = Kind.CONTROL, lane: Lane = Lane.CONTROL) -> None:
+        self.payload(kind, encode(message), lane)
+
+    def ping(self) -> None:
+        """Show life, unless something is about to go out anyway."""
+        if not self._queue:
+            self.control(Kind.PING, 0)
+
+    # ------------------------------------------------------------------ the link
+
+    def flush(self) -> None:
+        """Hand to the link what it takes."""
+        budget = TURN_BYTES
+        while self._link is not None:
+            buffers = self._queue.commit()
+            if not buffers:
+                self._watch_writes(False)
+                self._clear = not self._held_back
+                return
+            self._clear = False
+            try:
+                sent = self._link_sendmsg(buffers) if len(buffers) > 1 else self._link_send(buffers[0])
+            except BlockingIOError:
+                self._watch_writes(True)
+                return
+            except OSError as error:
+                self._router.unwritable(error)
+                return
+            self.spoke = True
+            self._queue.advance(sent)
+            budget -= sent
+            if budget <= 0:
+                self._watch_writes(True)  # readiness brings us back, after the others
+                return
+
+    def _watch_writes(self, wanted: bool) -> None:
+        if self.blocked != wanted and self._link is not None:
+            self._set_blocked(wanted)
+            self._link.wants_write(wanted)
+            self._router.engine.modify(self._link.fileno(), self._link.poll_mask())
+
+    def _set_blocked(self, blocked: bool) -> None:
+        self.blocked = blocked
+        if blocked:
+            self._engine.writers.add(self)
+        else:
+            self._engine.writers.discard(self)
