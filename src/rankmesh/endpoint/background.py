@@ -150,7 +150,7 @@ class Background:
     def _poll(self) -> bool:
         """Poll for the next event after one was served. The lock is free between polls: user threads come first."""
         engine = self._engine
-        end = perf_counter() + engine.spin.seconds
+        end = perf_counter() + engine.patience
         while True:
             began = perf_counter()
             engine.lock.release()

@@ -48,6 +48,8 @@ logger = logging.getLogger("rankmesh")
 
 #: Seconds a caller steps aside for when other threads wait for the lock.
 STEP_ASIDE: Final = 20e-6
+#: How much longer than for a message somebody polls who waits for room in a ring.
+SLOT_PATIENCE: Final = 5
 #: Seconds between looks of a thread that waits for the same work as another.
 SHARED_LOOK: Final = 0.005
 #: A waiter that knows which connection its message comes over first looks there: one system call instead of two for
@@ -254,12 +256,18 @@ class Engine:
                 end = 0.0
             now = perf_counter()
             if not end:
-                end = now + spin.seconds
+                end = now + self.patience
             elif now >= end:
                 spin.miss()
                 return False
             if self.contenders or self.deferred:
                 return False
+
+    @property
+    def patience(self) -> float:
+        """Seconds to poll for. Whoever waits for a slot of a ring waits for the other side to copy a whole one, which
+        takes longer than a message, and less than to sleep and be woken."""
+        return self.spin.seconds * (SLOT_PATIENCE if self.writers and self.looks else 1)
 
     def _hand_over(self) -> None:
         """The lead is free: a follower takes it, or the background thread looks for it again. If that still sleeps in
