@@ -606,8 +606,8 @@ def test_a_forked_child_does_not_keep_the_connection(links: tuple[ShmLink, ShmLi
 
     def child() -> None:
         os.close(go)
-        near.close()  # as the collector would, at any time
         os.read(stay, 1)
+        near.close()  # as the collector would, at any time
 
     with Child(child):
         os.close(stay)
