@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forked import Child
 from peers import BRIEFLY, SOON, Call, Medium, Pair, blank, is_blank, open_pair, pattern, router_of
 from rankmesh import (
     CancelledError,
@@ -199,6 +200,20 @@ def test_empty_of_a_closed_endpoint(pair: Pair) -> None:
     with pytest.raises(ClosedError):
         pair.left.empty(MIB)
     assert np.array_equal(array, pattern(LARGE)), "arrays outlive the endpoint"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12: it is what is tested
+def test_empty_in_a_forked_child(pair: Pair) -> None:
+    """Its arrays would lie in the parent's memory, over the parent's arrays."""
+    array = filled(pair.left, LARGE)
+
+    def child() -> None:
+        with pytest.raises(ClosedError, match="fork"):
+            pair.left.empty(LARGE)
+
+    with Child(child):
+        pass
+    assert np.array_equal(array, pattern(LARGE))
 
 
 def _ring(mesh: Any) -> tuple[bool, float, str]:
