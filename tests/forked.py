@@ -1,4 +1,5 @@
-"""A forked child that runs beside the test, on the same memory and descriptors: for what two processes share."""
+"""For what two processes share: a forked child that runs beside the test, on the same memory and descriptors, and what
+there is in /dev/shm."""
 
 from __future__ import annotations
 
@@ -13,6 +14,11 @@ from timing import wait_until
 
 #: Seconds (scaled) a child has to end.
 PATIENCE = 20.0
+
+
+def shm_names() -> list[str]:
+    """The names in /dev/shm, but for those of MPICH, which may be measured beside the tests."""
+    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("mpich"))
 
 
 class Child:

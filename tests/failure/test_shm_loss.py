@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forked import shm_names
 from rankmesh import Work
 from rankmesh.config import GIB, MIB, Config
 from rankmesh.errors import PeerLost
@@ -29,10 +30,6 @@ DEFAULT = Config(timeout=scaled(40))
 AT_ONCE = 2.0
 SENDER, RECEIVER = 0, 1
 NBYTES = GIB
-
-
-def names() -> list[str]:
-    return sorted(os.listdir("/dev/shm"))
 
 
 def memory() -> int:
@@ -79,7 +76,7 @@ def transfer(mesh: Mesh, talk: Talk, victim: int, number: Signals, arena: bool) 
 
 
 def strike_test(victim: int, number: Signals, arena: bool, config: Config) -> None:
-    names_before = names()
+    names_before = shm_names()
     survivor = 1 - victim
     with Ranks(2, transfer, config, args=(victim, number, arena)) as ranks:
         struck = ranks.hear(RECEIVER, timeout=40)
@@ -95,10 +92,10 @@ def strike_test(victim: int, number: Signals, arena: bool, config: Config) -> No
             assert silence * 0.7 < outcome.when - struck < silence + scaled(2)
             assert "silent" in outcome.error.reason
         assert ranks.hear(survivor) == (True, {}, -1), "it still maps what it shared with the lost one"
-        assert names() == names_before
+        assert shm_names() == names_before
         if number is SIGSTOP:
             ranks.signal(victim, SIGCONT)
-    assert names() == names_before
+    assert shm_names() == names_before
 
 
 @pytest.mark.parametrize("arena", [False, True], ids=["staged", "arena"])
@@ -138,12 +135,12 @@ def hold(mesh: Mesh, talk: Talk) -> None:
 
 
 def test_all_killed_at_once_leave_nothing() -> None:
-    names_before, memory_before = names(), memory()
+    names_before, memory_before = shm_names(), memory()
     with Ranks(3, hold, DEFAULT) as ranks:
         assert ranks.hear_all() == [2] * 3
         for rank in range(3):
             ranks.signal(rank, SIGKILL)
         for rank in range(3):
             assert ranks.exit_code(rank) == -SIGKILL
-        assert names() == names_before
+        assert shm_names() == names_before
         wait_until(lambda: memory() < memory_before + 192 * MIB, 5, "384 MiB of arenas to be given back")

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forked import shm_names
 from peers import Call
 from rankmesh.buffers import readable
 from rankmesh.config import KIB, MIB
@@ -176,10 +177,10 @@ def test_nobody_can_resize_a_segment() -> None:
 
 
 def test_it_has_no_name() -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = shm_names()
     arena, _ = make()
     arena.empty(MIB, "u1")[:] = 1
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert shm_names() == before
     assert os.readlink(f"/proc/self/fd/{arena.descriptor(1)[0]}") == "/memfd:rankmesh-arena (deleted)"
 
 

@@ -352,7 +352,7 @@ def test_freed_slots_that_turn_back_are_an_error() -> None:
         writer.write([content(0, SLOT_BYTES)])
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.data())
 def test_rubbish_in_the_control_words_and_records_never_leads_out_of_bounds(data: st.DataObject) -> None:
     """Guards around the memory stay as they were, and nothing but OSError is raised."""

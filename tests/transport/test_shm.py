@@ -15,7 +15,7 @@ from time import monotonic
 
 import pytest
 
-from forked import Child
+from forked import Child, shm_names
 from leaks import descriptors
 from rankmesh.config import KIB, MIB, Config
 from rankmesh.testing.pump import connect_pair, is_ready, retry, transfer, wait_any
@@ -67,17 +67,13 @@ def memory(nbytes: int = SEGMENT_BYTES, magic: bytes = MAGIC, sealed: bool = Tru
     return fd
 
 
-def names() -> list[str]:
-    return sorted(os.listdir("/dev/shm"))
-
-
 # ---------------------------------------------------------------------- how a connection comes about
 
 
 def test_nothing_has_a_name_and_only_the_two_hold_it(links: tuple[ShmLink, ShmLink]) -> None:
-    before = names()
+    before = shm_names()
     assert transfer(*links, bytes(MIB), SOON) == bytes(MIB)
-    assert names() == before
+    assert shm_names() == before
     targets = [target for _, target in descriptors()]
     assert targets.count("/memfd:rankmesh (deleted)") == 2, "one for each mapping; those that were passed are closed"
 
@@ -579,7 +575,7 @@ def test_a_process_that_is_killed_is_noticed_at_once(
         link.send(b"last words")
         os.kill(os.getpid(), 9)
 
-    before = names()
+    before = shm_names()
     with Child(last_words) as child:
         assert wait_any([listener], SOON)
         link = listener.accept()
@@ -597,7 +593,7 @@ def test_a_process_that_is_killed_is_noticed_at_once(
             link.send(b"x")
         link.close()
         child.killed = True
-    assert names() == before
+    assert shm_names() == before
 
 
 def test_a_forked_child_does_not_keep_the_connection(links: tuple[ShmLink, ShmLink]) -> None:
@@ -606,8 +602,8 @@ def test_a_forked_child_does_not_keep_the_connection(links: tuple[ShmLink, ShmLi
 
     def child() -> None:
         os.close(go)
-        near.close()  # as the collector would, at any time
         os.read(stay, 1)
+        near.close()  # as the collector would, at any time
 
     with Child(child):
         os.close(stay)

@@ -103,7 +103,8 @@ class Hub:
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
         """See Endpoint.empty. Small arrays travel eagerly and gain nothing. Without the lock."""
-        self.check_open()
+        with self.engine:  # also refuses a forked child, whose arrays would lie over the parent's
+            self.check_open()
         kind = np.dtype(dtype)
         nbytes = kind.itemsize * (math.prod(shape) if isinstance(shape, tuple) else shape)
         if self.config.shm and nbytes > self.config.eager_bytes and not kind.hasobject:

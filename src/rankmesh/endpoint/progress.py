@@ -229,6 +229,8 @@ class Engine:
                         if self._followers or self.background.parked or self.background.sleeping:
                             self._hand_over()
             if work.finished or monotonic() >= deadline:
+                if self.leader is None and self.background.parked:  # this follower was to lead, and has no need to
+                    self._hand_over()
                 return
             if self.deferred:  # users' callbacks run while nobody leads: one that waits itself must find the lead free
                 self.lock.release()
@@ -282,6 +284,7 @@ class Engine:
                 if parker.locked():
                     parker.release()
                 return
+        self.background.wake(urgent=False)  # they all have what they wait for, and are on their way out
 
     def _block(self, work: Waited, deadline: float) -> None:
         while not work.finished and self.leader is work:

@@ -222,7 +222,7 @@ class ShmLink:
         reader.tell()
         with self.fence:
             pass
-        if reader.control[ROOM]:
+        if reader.control[ROOM] or not ORDERED:
             reader.control[ROOM] = 0
             self.ring()
 
