@@ -169,7 +169,7 @@ class Mesh:
         """Where the other ranks reach this one."""
         return self._endpoint.address
 
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
         """An array that ranks on this host can map: sent, it crosses with a single copy. Otherwise it is like
         numpy.empty's, except that a forked child shares it instead of having a copy."""
         return self._hub.empty(shape, dtype)

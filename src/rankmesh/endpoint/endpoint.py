@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any, Self
 
@@ -314,7 +314,7 @@ class Endpoint:
                 if work in self._accepts:  # it timed out
                     self._accepts.remove(work)
 
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
         """An array that peers on this host can map: sent, it crosses with a single copy. Otherwise it is like
         numpy.empty's, except that a forked child shares it instead of having a copy."""
         return self.hub.empty(shape, dtype)

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -101,12 +101,13 @@ class Hub:
     def new_index(self) -> int:
         return next(self._index)
 
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
         """See Endpoint.empty. Small arrays travel eagerly and gain nothing. Without the lock."""
         with self.engine:  # also refuses a forked child, whose arrays would lie over the parent's
             self.check_open()
         kind = np.dtype(dtype)
-        nbytes = kind.itemsize * (math.prod(shape) if isinstance(shape, tuple) else shape)
+        shape = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
+        nbytes = kind.itemsize * math.prod(shape)
         if self.config.shm and nbytes > self.config.eager_bytes and not kind.hasobject:
             try:
                 return self.arena.empty(shape, kind)

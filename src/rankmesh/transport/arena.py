@@ -136,12 +136,13 @@ class Arena:
         return segment, segment.take(nbytes)
 
     def _take_in(self) -> None:
-        """Blocks come back; of the segments without any, one stays."""
+        """Blocks come back; of the segments without any, one of the usual size stays."""
         while self._returned:
             ident, start, nbytes = self._returned.popleft()
             if ident in self._segments:
                 self._segments[ident].give(start, nbytes)
         idle = [segment for segment in self._segments.values() if segment.empty]
-        for segment in idle[1:]:
+        spare = next((segment for segment in idle if segment.nbytes == SEGMENT_BYTES), None)
+        for segment in (segment for segment in idle if segment is not spare):
             del self._segments[segment.ident]
             self._forgotten(segment.ident)
