@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import random
 import reprlib
 import struct
 import sys
+import threading
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from hypothesis.extra import numpy as hnp
 from msgspec.msgpack import Ext
 
 import rankmesh.codec
-from rankmesh.codec import decode, encode, layout, nbytes
+from rankmesh.codec import decode, encode, layout, nbytes, pack_plain, unpack_plain
 from rankmesh.codec.layout import Code
 from rankmesh.errors import CodecError
 
@@ -456,11 +458,21 @@ class Grenade:
 
 
 def test_errors_within_pickle_are_codec_errors() -> None:
-    with pytest.raises(CodecError, match=r"\$\[0\] is a function.* pickle refuses it too") as caught:
-        encode([lambda: None], allow_pickle=True)
+    with pytest.raises(CodecError, match=r"\$\[0\] is a _thread.lock.* pickle refuses it too") as caught:
+        encode([threading.Lock()], allow_pickle=True)
     assert isinstance(caught.value.__cause__, Exception)
     with pytest.raises(CodecError, match=r"could not be restored: ValueError: .*same classes importable"):
         round_trip(Grenade(), allow_pickle=True)
+
+
+def test_functions_go_by_cloudpickle_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    offset = 3
+    back = round_trip([lambda x: x + offset, len], allow_pickle=True)
+    assert (back[0](4), back[1]("ab")) == (7, 2)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert round_trip(functools.partial(int, base=2), allow_pickle=True)("101") == 5
+    with pytest.raises(CodecError, match="pickle refuses it too"):
+        encode(lambda x: x + offset, allow_pickle=True)
 
 
 def test_one_file_can_pickle() -> None:
@@ -474,6 +486,33 @@ def test_one_file_can_pickle() -> None:
         & {getattr(node, "module", None), *(a.name for a in node.names)}
     ]
     assert importers == ["codec/pickling.py"]
+
+
+# ---------------------------------------------------------------------------------------------- plain
+
+
+@given(st.lists(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()))
+def test_plain_values_come_back_or_need_the_long_way(values: list[Any]) -> None:
+    packed = pack_plain(values)
+    if packed is None:
+        assert any(isinstance(value, int) and not -(2**63) <= value < 2**64 for value in values)
+    else:
+        assert unpack_plain(packed) == values
+
+
+@pytest.mark.parametrize(
+    "values", [[[1]], [(1,)], [np.ones(1)], [2**64], ["\udc80"], [b"x" * 20_000], [True, object()]]
+)
+def test_other_values_are_not_plain(values: list[Any]) -> None:
+    assert pack_plain(values) is None
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\x01", b"\xc1", b"\x91", b"\x91\xc7\x01\x05x", b"\x91\xa1\xff", b"\x90\x90"]
+)
+def test_bytes_that_are_no_plain_values_are_refused(payload: bytes) -> None:
+    with pytest.raises(CodecError, match="not plain values"):
+        unpack_plain(payload)
 
 
 # ---------------------------------------------------------------------------------------------- torch

@@ -179,3 +179,9 @@ def test_repr_shows_what_differs_from_the_defaults() -> None:
 def test_config_survives_pickling_to_a_rank() -> None:
     config = Config(token=SECRET, timeout=3)
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_what_a_full_queue_does_is_one_of_two() -> None:
+    assert Config(rpc_when_full="wait").rpc_when_full == "wait"
+    with pytest.raises(ConfigError, match=r"rpc_when_full must be 'busy' or 'wait', not 'never'"):
+        Config(rpc_when_full="never")
