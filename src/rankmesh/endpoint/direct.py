@@ -216,10 +216,10 @@ class RingPath(Direct):
         control, head = ring.control, ring.head
         began = perf_counter()
         sched_yield()
-        if control[TAIL] != head:
-            return True
         crowded = perf_counter() - began > CROWDED
         self._looks = max(self._looks - 1, 0) if crowded else min(self._looks + 1, MOST_LOOKS)
+        if control[TAIL] != head:
+            return True
         end = began + PATIENCE * engine.spin.seconds
         while True:
             for _ in YIELDS:
