@@ -3,26 +3,22 @@
 One engine per endpoint, one lock per engine. All state of an endpoint (matching, credit, queues) is guarded by
 `lock`; a public call takes it once, and I/O happens under it in bounded pieces. The rules:
 
-1. **The waiter drives.** At most one thread, the leader, polls. A thread that waits for its own Work becomes the
-leader if
-   there is none, and does the reading itself: no other thread has to be woken to tell it that its data came.
-2. **Followers.** Further waiters sleep on a lock of their own. Completing their Work wakes them; a leader that
-leaves wakes one
-   of them to lead.
+1. **The waiter drives.** At most one thread, the leader, polls. A thread that waits for its own Work becomes the leader
+   if there is none, and does the reading itself: no other thread has to be woken to tell it that its data came.
+2. **Followers.** Further waiters sleep on a lock of their own. Completing their Work wakes them; a leader that leaves
+   wakes one of them to lead.
 3. **The background thread** leads when no one waits, so that heartbeats, grants and requests are served while user code
    computes. It never takes the lead right after a waiter left (the next wait is usually microseconds away, and two
    threads fighting for the GIL cost more than the message): it looks every few milliseconds, and leads once nobody has
    driven since its last look. A waiter takes the lead from it without asking: the background thread may still sit in
    epoll then, finds on return that it no longer leads, and goes back to napping. While a waiter sleeps in epoll for
    long, the background thread is parked and costs nothing.
-4. **Poll, then block.** A leader polls for `spin` seconds before it sleeps in the kernel, as long as that lately
-paid off (`Spin`).
+4. **Poll, then block.** A leader polls for `spin` seconds before it sleeps in the kernel, as long as that lately paid
+   off (`Spin`). One that has served a request polls for the next.
 5. **Fairness.** Python's locks are unfair. Whoever finds the lock taken says so in `contenders`; a leader that sees
-contenders stops
-   polling, and a caller that sees them steps aside for a moment after its call.
-6. **Users' code** (callbacks, inline handlers of RPC) runs when nobody leads and without the lock: it may use the
-   endpoint as it likes. It is deferred to whoever leaves the lock next, and a leader that sees some stops polling and
-   runs it; or a leader steps down in the middle of its round, runs it, and steps up again.
+   contenders stops polling, and a caller that sees them steps aside for a moment after its call.
+6. **Users' code** (callbacks, handlers of RPC) runs when nobody leads and without the lock: deferred to whoever leaves
+   the lock next (a leader stops polling for it), or by a leader that steps down, runs it, and steps up again.
 
 Handlers, timers and `Work._finish` run with the lock held and must not block. Users' callbacks run without it
 (`defer`). Readiness is level-triggered, so an event that a deposed leader ignored is seen by the next.
@@ -102,6 +98,7 @@ class Engine:
         self.spin = Spin(spin)
         self._waker = Waker()
         self.drives = 0
+        self._stepped = False
         self.background = Background(self)
         self.watch(self._waker.fd, select.EPOLLIN, self._waker.clear)
         _engines.add(self)
@@ -173,6 +170,7 @@ class Engine:
         """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
         `step_up`: it must not keep anything in its hands that others may change meanwhile."""
         leader, self.leader = self.leader, None
+        self._stepped = True
         self.lock.release()
         return leader
 
@@ -314,7 +312,9 @@ class Engine:
                 self.acquire()
                 work.parker = None
             self.dispatch(events)
-            if work.yields:
+            if work.yields or self._stepped:
+                self._stepped = False
+                self.spin.misses = 0
                 return
 
     def _follow(self, work: Waited, deadline: float) -> None:
