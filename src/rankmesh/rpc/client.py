@@ -282,6 +282,7 @@ class Call(Outgoing):
             else:
                 del self.router.requests[self.ident]
                 self._parts = []
+                self._carrier = None
                 if self.parker is None and self._callbacks is None:
                     self.finished = True
                 else:
@@ -295,6 +296,7 @@ class Call(Outgoing):
             return
         self.router.requests.pop(self.ident, None)
         self._parts = []
+        self._carrier = None  # which knows this call: the two would keep a large result alive until the collector comes
         self._reply = payload
         if self.parker is None and self._callbacks is None:
             self.finished = True
