@@ -311,6 +311,7 @@ class Engine:
             finally:
                 self.acquire()
                 work.parker = None
+            self.spin.slept(monotonic() - now)
             self.dispatch(events)
             if work.yields or self._stepped:
                 self._stepped = False

@@ -88,6 +88,12 @@ class Spin:
     def hit(self) -> None:
         self.misses = 0
 
+    def slept(self, seconds: float) -> None:
+        """A sleep that was this short says that polling might have paid off: the next wait tries it. So two sides that
+        sleep for each other's answers find out of it."""
+        if seconds < 2 * self.seconds:
+            self.skip = 0
+
     def miss(self) -> None:
         self.misses += 1
         self.skip = min((1 << min(self.misses, 8)) // 4, self.MOST)
