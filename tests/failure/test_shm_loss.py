@@ -4,7 +4,6 @@ nothing is left behind."""
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 from time import monotonic
@@ -16,6 +15,8 @@ import pytest
 from forked import shm_names
 from rankmesh import Work
 from rankmesh.config import GIB, MIB, Config
+from rankmesh.endpoint.sharing import Copy
+from rankmesh.endpoint.transfers import Landing
 from rankmesh.errors import PeerLost
 from ranks import Mesh, Outcome, Ranks, Talk, attempt, nursery
 from timing import scaled, wait_until
@@ -38,16 +39,31 @@ def memory() -> int:
     return int(line.split()[1]) * 1024
 
 
-def strike(mesh: Mesh, talk: Talk, victim: int, number: Signals) -> None:
-    """In the receiver, in a thread of its own: when a quarter has come, say so, and send the signal."""
-    router: Any = mesh.peers[SENDER].router
-    landings = router.inbound.incoming._incoming
-    while not any(landing.got > NBYTES // 4 for landing in list(landings.values())):
-        pass
+def strike_in_the_middle(mesh: Mesh, talk: Talk, victim: int, number: Signals) -> None:
+    """In the receiver: with the piece that makes a quarter full, say so, and send the signal."""
     pid = mesh.peers[victim].pid if victim != mesh.rank else os.getpid()
     assert pid is not None
-    talk.send(monotonic())
-    os.kill(pid, number)
+    router: Any = mesh.peers[SENDER].router
+    incoming = router.inbound.incoming
+    landed, step = incoming._piece_landed, Copy.step
+
+    def look(before: int, after: int) -> None:
+        if before <= NBYTES // 4 < after:
+            talk.send(monotonic())
+            os.kill(pid, number)
+
+    def landed_and_look(landing: Landing, nbytes: int) -> None:
+        landed(landing, nbytes)
+        look(landing.got - nbytes, landing.got)
+
+    def step_and_look(copy: Copy) -> bool:
+        before = copy.landing.got
+        done = step(copy)
+        look(before, copy.landing.got)
+        return done
+
+    incoming._piece_landed = landed_and_look
+    Copy.step = step_and_look  # type: ignore[method-assign, assignment]
 
 
 def transfer(mesh: Mesh, talk: Talk, victim: int, number: Signals, arena: bool) -> None:
@@ -64,7 +80,7 @@ def transfer(mesh: Mesh, talk: Talk, victim: int, number: Signals, arena: bool) 
     if mesh.rank == SENDER:
         outcome = attempt(lambda: mesh.send(array, to=other, tag=1))
     else:
-        threading.Thread(target=strike, args=(mesh, talk, victim, number), daemon=True).start()
+        strike_in_the_middle(mesh, talk, victim, number)
         outcome = attempt(lambda: mesh.recv(array, source=other, tag=1))
     if outcome.error is None:  # all of it had crossed: what comes next fails
         words = array.view(np.uint64)
