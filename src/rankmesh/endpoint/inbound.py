@@ -165,17 +165,33 @@ class Inbound:
         view, group, tag = receive.view, receive.group, receive.match_tag
         if view is None or receive.wants_object or not self._matcher.free(group, self._index, tag):
             return False
-        if not self._parser.take_eager(group, tag, view):
+        if not self.take_staged(group, tag, view):
+            return False
+        receive.arrived(self._index, tag, len(view))
+        return True
+
+    def take_staged(self, group: int, tag: int, view: memoryview) -> bool:
+        """Put the next frame that was read and not looked at into `view`, if it is just what belongs there."""
+        parser = self._parser
+        if not parser.take_eager(group, tag, view):
             return False
         self.frames += 1
         self.bytes += len(view)
         if self._credit.passed((group, tag), len(view) + OVERHEAD):
             self.pay()
-        receive.arrived(self._index, tag, len(view))
-        if not self._parser.buffered:
+        if not parser.buffered:
             self.backlogged = False
-            self.calm = self._link is not None and self._parser.at_rest()
+            self.calm = self._link is not None and parser.at_rest()
         return True
+
+    def stage(self, got: int) -> None:
+        """So many bytes were read into the staging buffer, and are more than one frame: they wait to be looked at."""
+        self.heard = True
+        self.calm = False
+        self._parser.target()  # which says that they begin the buffer
+        self._parser.received(got)
+        self.backlogged = True
+        self._engine.backlog.append(self.router)
 
     def resume(self) -> None:
         """Go on with frames that were read but not yet looked at, or with bytes that the link holds and does not show
