@@ -11,10 +11,11 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import DTypeLike
 
+from rankmesh.buffers import writable
 from rankmesh.config import Config
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
 from rankmesh.endpoint.endpoint import leave
-from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag
+from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag, new_status
 from rankmesh.endpoint.peer import Peer as BasePeer
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import ConfigError, JoinError, PeerLost, UsageError
@@ -190,10 +191,15 @@ class Mesh:
 
     def recv(self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Receive into a buffer. Raises TruncationError if it is too small, PeerLost if `source` is gone."""
-        if 0 <= source < self.size:
-            return self._messages.recv(self.peers[source], self._routers[source], out, tag, timeout)
-        self._source(source)
-        return self._messages.recv(None, None, out, tag, timeout)
+        if not (0 <= source < self.size and 0 <= tag <= MAX_TAG):
+            peer, _ = self._source(source)
+            return self._messages.recv(peer, None if peer is None else peer.router, out, tag, timeout)
+        router = self._routers[source]  # what Messages.recv does, with a call less
+        view = writable(out)
+        direct = router.inbound.direct
+        if direct is not None and direct.receive(_WORLD, tag, view):
+            return new_status(Status, (source, tag, len(view)))
+        return self._messages.await_message(self.peers[source], router.index, view, tag, timeout)
 
     def isend(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> Work[None]:
         """Like `send`, without waiting. The buffer belongs to the Work until it is done."""

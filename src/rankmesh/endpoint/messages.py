@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 #: Users' tags are 0 … MAX_TAG; negative ones are rankmesh's own.
 MAX_TAG: Final = 2**62 - 1
 _OBJECT: Final = int(Flag.OBJECT)
-#: A Status without NamedTuple's Python-level constructor.
-_new_tuple = tuple.__new__
+#: Makes a Status without NamedTuple's Python-level constructor.
+new_status = tuple.__new__
 
 
 class Messages:
@@ -72,7 +72,11 @@ class Messages:
             source = router.index
             direct = router.inbound.direct
             if direct is not None and tag >= 0 and direct.receive(self.group, tag, view):
-                return _new_tuple(Status, (self._sources.get(source), tag, len(view)))
+                return new_status(Status, (self._sources.get(source), tag, len(view)))
+        return self.await_message(peer, source, view, tag, timeout)
+
+    def await_message(self, peer: Any, source: int, view: memoryview, tag: int, timeout: float | None) -> Status:
+        """The rest of `recv`, where looking for the message directly was no use."""
         return Receive(
             self._hub,
             "recv from",
