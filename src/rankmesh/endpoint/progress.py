@@ -386,7 +386,8 @@ class Engine:
     def _sweep(self) -> None:
         """Look at all connections once, so that none is left out."""
         self.look_around()
-        self.dispatch(self.poll(0, EVENTS))
+        if not self.closed:  # by a handler of a request that was served just now
+            self.dispatch(self.poll(0, EVENTS))
 
     def look_around(self) -> bool:
         """Serve what can be looked at without a system call. True: something happened."""
