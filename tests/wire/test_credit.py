@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rankmesh.errors import ProtocolError
-from rankmesh.wire.credit import OVERHEAD, CreditIn, CreditOut, Lane
+from rankmesh.wire.credit import BATCH, OVERHEAD, CreditIn, CreditOut, Lane, batch
 from rankmesh.wire.header import CONTROL_LIMIT
 
 ENTRY = struct.Struct("<IqQ")
@@ -252,3 +252,36 @@ def test_received_but_unpaid_credit_still_counts_against_the_sender() -> None:
     assert receiver.consumed((0, 0), 200) is False
     with pytest.raises(ProtocolError, match="1200"):
         receiver.arrived(200)
+
+
+@pytest.mark.parametrize("lane_limit", [1025 + 2, 3 * 1024, 64 * 1024, 1024 * 1024])
+@pytest.mark.parametrize("nbytes", [0, 64, 1000, 30_000])
+def test_batches_never_hold_back_what_a_lane_needs(lane_limit: int, nbytes: int) -> None:
+    """A sender that spends in advance and a receiver that accounts later: when all that was sent was received, the
+    largest message may still be sent in the same lane, at any moment of either side's batch."""
+    lane, cost = (0, 7), nbytes + OVERHEAD
+    largest = (lane_limit - 1024) // 2 + OVERHEAD  # what Config allows
+    if cost > largest:
+        return
+    sender, receiver = CreditOut(lane_limit, lane_limit), CreditIn(lane_limit, lane_limit)
+    prepaid = unsettled = 0
+    for _ in range(5 * BATCH + 3):
+        if not prepaid:
+            prepaid = sender.take_batch(lane, cost)
+            assert prepaid
+        prepaid -= 1
+        unsettled += 1
+        if unsettled >= batch(lane_limit, cost):
+            if receiver.passed(lane, unsettled * cost):
+                for payload in receiver.pay():
+                    sender.returned(memoryview(payload))
+            unsettled = 0
+        assert sender.take(lane, largest)
+        sender.give_back(lane, largest)
+
+
+def test_a_batch_is_small_beside_its_lane() -> None:
+    for lane_limit in (1, 1024, 1 << 20):
+        for cost in (OVERHEAD, 1000, 1 << 16):
+            many = batch(lane_limit, cost)
+            assert many == 1 or (many <= BATCH and many * cost <= lane_limit // BATCH)

@@ -7,6 +7,9 @@ are read by system calls, one for rings in shared memory; `Inbound.attach` choos
 `receive` is tried before a Receive is made. `read_one` serves a Receive that is posted. Both look only while the
 connection is `calm`: nothing is staged, pending or backlogged, so the next bytes begin a frame. A path ends with its
 connection: who still holds it finds that it is not `Inbound.direct` any more.
+
+The next message is often like the last: `receive` compares its header as a whole with the one it expects, and accounts
+for several at once (`settle`). Whatever depends on the account settles it first.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from rankmesh.endpoint.outbound import RPC, RPC_FLAG
-from rankmesh.transport.ring import INLINE, LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader
-from rankmesh.wire.credit import OVERHEAD, CreditIn
+from rankmesh.transport.ring import LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader, begin
+from rankmesh.wire.credit import OVERHEAD, CreditIn, batch
 from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Kind
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.inbound import Inbound
+    from rankmesh.endpoint.transfers import Receive
     from rankmesh.endpoint.waiting import Waited
     from rankmesh.transport.base import Link, PolledLink
     from rankmesh.wire.parser import Parser
@@ -30,11 +34,8 @@ if TYPE_CHECKING:
 _unpack_from = HEADER.unpack_from
 _EAGER: Final = int(Kind.EAGER)
 #: How a message's record begins in a ring: the record's word, and the header.
-_PREFIX = struct.Struct("<Q" + HEADER.format.lstrip("<"))
-_unpack_record = _PREFIX.unpack_from
 _PREFIX_BYTES: Final = WORD + HEADER_BYTES
-_RECORD: Final = INLINE + HEADER_BYTES
-assert _PREFIX.size == _PREFIX_BYTES
+_unpack_prefix = struct.Struct(f"{_PREFIX_BYTES}s").unpack_from
 
 #: How often a waiter looks at the socket its message comes over before it looks at all connections: 1.7 us each.
 SOCKET_LOOKS: Final = (None,) * 12
@@ -42,8 +43,10 @@ SOCKET_LOOKS: Final = (None,) * 12
 #: The more crowded the core is, the less often.
 RING_LOOKS: Final = tuple((None,) * count for count in (2, 5, 10, 20, 40, 80))
 MOST_LOOKS: Final = len(RING_LOOKS) - 1
-#: How often it lets others run before it looks at the clock.
-YIELDS: Final = (None,) * 64
+#: How often it lets others run before it looks at the clock, and whether anybody needs the lock.
+YIELDS: Final = (None,) * 8
+#: After how many of those it lets other threads of this process run, which costs a system call.
+ROUNDS: Final = 8
 #: Seconds that letting others run takes if there are others.
 CROWDED: Final = 1.2e-6
 #: A waiter that lets others run may go on for so many times Config.spin.
@@ -61,6 +64,23 @@ class Direct:
         self._matcher = inbound.router.hub.matcher
         self._credit = credit
         self._eager_limit = eager_limit
+        #: Messages like the last one that were received and are not accounted for yet.
+        self._unsettled = 0
+        self._expect(0, 0, 0)
+
+    def _expect(self, group: int, tag: int, nbytes: int) -> None:
+        """Make ready for messages of this group, tag and size."""
+        self.settle()
+        self._group, self._tag, self._nbytes = group, tag, nbytes
+        self._header = HEADER.pack(VERSION, _EAGER, 0, group, tag, 0, nbytes, 0)
+        self._prefix = (begin(self._header, nbytes),)
+        self._batch = batch(self._credit.lane_limit, nbytes + OVERHEAD)
+
+    def settle(self) -> None:
+        """Account for what `receive` received."""
+        if self._unsettled:
+            count, self._unsettled = self._unsettled, 0
+            self._passed(self._group, self._tag, self._nbytes, count)
 
     def receive(self, group: int, tag: int, view: memoryview) -> bool:
         """Look for a message for `view` that nobody else waits for. False: it did not come this way. What comes and
@@ -86,14 +106,27 @@ class Direct:
         except Exception as error:  # noqa: BLE001  # see PeerRouter.failed
             self._router.failed(error)
 
-    def _passed(self, group: int, tag: int, nbytes: int) -> None:
-        """A message went straight into its buffer."""
+    def _passed(self, group: int, tag: int, nbytes: int, count: int = 1) -> None:
+        """Messages of this size went straight into their buffers."""
         inbound = self._inbound
         inbound.heard = True
-        inbound.frames += 1
-        inbound.bytes += nbytes
-        if self._credit.passed((group, tag), nbytes + OVERHEAD):
+        inbound.frames += count
+        inbound.bytes += count * nbytes
+        if self._credit.passed((group, tag), count * (nbytes + OVERHEAD)):
             inbound.pay()
+
+    def _put(self, group: int, tag: int, payload: memoryview) -> Receive | None:
+        """Copy a message into the buffer of the only receive that waits for it, which is to be told. None: there is
+        none, or the message does not just fill it."""
+        receive = self._matcher.take_lone(group, self._index, tag)
+        if receive is None:
+            return None
+        view = receive.view
+        if view is None or len(view) != len(payload) or receive.wants_object or len(view) > self._eager_limit:
+            self._matcher.repost(receive)
+            return None
+        view[:] = payload
+        return receive
 
 
 class SocketPath(Direct):
@@ -101,8 +134,9 @@ class SocketPath(Direct):
         super().__init__(inbound, credit, eager_limit)
         self._recv = link.recv_into
         self._staging = parser.staging
+        self._begins = parser.begins
 
-    def receive(self, group: int, tag: int, view: memoryview) -> bool:
+    def receive(self, group: int, tag: int, view: memoryview) -> bool:  # noqa: C901  # written out for its speed
         engine, inbound, nbytes = self._engine, self._inbound, len(view)
         if not engine.lock.acquire(False):
             engine.acquire()
@@ -113,27 +147,24 @@ class SocketPath(Direct):
                 return self._matcher.untouched(group, self._index, tag) and inbound.take_staged(group, tag, view)
             if not (engine.may_look() and inbound.calm and self._matcher.untouched(group, self._index, tag)):
                 return False
+            if nbytes != self._nbytes or tag != self._tag or group != self._group:
+                self._expect(group, tag, nbytes)
             got = self._wait()
             if got < HEADER_BYTES + nbytes:
                 if got >= 0:
                     self._read(got)
                 return False
-            staging = self._staging
-            version, kind, flags, of_group, of_tag, _, size, _ = _unpack_from(staging)
-            wanted = of_tag == tag and of_group == group and size == nbytes
-            if not wanted or kind != _EAGER or flags or version != VERSION:
+            if not self._begins(self._header):
                 self._read(got)
                 return False
             if got > HEADER_BYTES + nbytes:
                 inbound.stage(got)
                 return inbound.take_staged(group, tag, view)
             if nbytes:
-                view[:] = staging[HEADER_BYTES:got]
-            inbound.heard = True
-            inbound.frames += 1
-            inbound.bytes += nbytes
-            if self._credit.passed((group, tag), nbytes + OVERHEAD):
-                inbound.pay()
+                view[:] = self._staging[HEADER_BYTES:got]
+            self._unsettled = unsettled = self._unsettled + 1
+            if unsettled >= self._batch:
+                self.settle()
             engine.spin.misses = 0
             return True
         finally:
@@ -177,15 +208,11 @@ class SocketPath(Direct):
             version, kind, flags, group, tag, _, nbytes, _ = _unpack_from(staging)
             whole = got == HEADER_BYTES + nbytes and version == VERSION
             if whole and kind == _EAGER and not flags:
-                receive = self._matcher.take_lone(group, self._index, tag)
+                receive = self._put(group, tag, staging[HEADER_BYTES:got])
                 if receive is not None:
-                    view = receive.view
-                    if view is not None and len(view) == nbytes <= self._eager_limit and not receive.wants_object:
-                        view[:] = staging[HEADER_BYTES:got]
-                        self._passed(group, tag, nbytes)
-                        receive.arrived(self._index, tag, nbytes)
-                        return
-                    self._matcher.repost(receive)
+                    self._passed(group, tag, nbytes)
+                    receive.arrived(self._index, tag, nbytes)
+                    return
             elif whole and kind in RPC_FLAG and nbytes <= self._eager_limit:
                 self._lone_rpc(kind, flags, group, tag, staging[HEADER_BYTES:got])
                 return
@@ -209,7 +236,7 @@ class RingPath(Direct):
         self._looks = MOST_LOOKS
 
     def _wait(self) -> bool:
-        """Look until something is there, as `_look` does."""
+        """Look until something is there. False: in vain, or others need the lock."""
         ring = self._ring
         control, head = ring.control, ring.head
         for _ in RING_LOOKS[self._looks]:
@@ -230,6 +257,7 @@ class RingPath(Direct):
         if control[TAIL] != head:
             return True
         end = began + PATIENCE * engine.spin.seconds
+        rounds = 0
         while True:
             for _ in YIELDS:
                 sched_yield()
@@ -237,7 +265,8 @@ class RingPath(Direct):
                     return True
             if engine.contenders:
                 return False
-            if perf_counter() >= end or engine.poll(0, 1):  # which also lets other threads of this process run
+            rounds += 1
+            if perf_counter() >= end or (not rounds % ROUNDS and engine.poll(0, 1)):
                 engine.spin.miss()
                 return False
 
@@ -249,15 +278,17 @@ class RingPath(Direct):
             self.read_one()
         return False
 
-    def receive(self, group: int, tag: int, view: memoryview) -> bool:
+    def receive(self, group: int, tag: int, view: memoryview) -> bool:  # noqa: C901  # written out for its speed
         engine, inbound, ring, nbytes = self._engine, self._inbound, self._ring, len(view)
         if not engine.lock.acquire(False):
             engine.acquire()
         try:
-            if not (engine.may_look() and inbound.direct is self and inbound.calm and nbytes <= self._eager_limit):
+            if inbound.direct is not self or nbytes > self._eager_limit:
                 return False
-            if not self._matcher.untouched(group, self._index, tag):
+            if not (engine.may_look() and inbound.calm and self._matcher.untouched(group, self._index, tag)):
                 return False
+            if nbytes != self._nbytes or tag != self._tag or group != self._group:
+                self._expect(group, tag, nbytes)
             control, head = ring.control, ring.head
             for _ in RING_LOOKS[self._looks]:
                 if control[TAIL] != head:
@@ -267,9 +298,7 @@ class RingPath(Direct):
                     return False
             at = head & MASK
             end = at + _PREFIX_BYTES + nbytes
-            record, version, kind, flags, of_group, of_tag, _, size, _ = _unpack_record(ring.data, at)
-            wanted = of_tag == tag and of_group == group and size == nbytes and record == _RECORD + nbytes
-            if not wanted or kind != _EAGER or flags or version != VERSION or end > RING_BYTES or ring.used:
+            if end > RING_BYTES or ring.used or _unpack_prefix(ring.data, at) != self._prefix:
                 self._read()
                 return False
             if nbytes:
@@ -277,11 +306,9 @@ class RingPath(Direct):
             ring.head = head = head + (end - at + LINE - 1 & -LINE)
             if head - ring.told >= TELL:
                 self._link.after_read()
-            inbound.heard = True
-            inbound.frames += 1
-            inbound.bytes += nbytes
-            if self._credit.passed((group, tag), nbytes + OVERHEAD):
-                inbound.pay()
+            self._unsettled = unsettled = self._unsettled + 1
+            if unsettled >= self._batch:
+                self.settle()
             engine.spin.misses = 0
             return True
         finally:
@@ -296,17 +323,13 @@ class RingPath(Direct):
             version, kind, flags, group, tag, _, nbytes, _ = _unpack_from(ring.data, at)
             whole = ring.size == HEADER_BYTES + nbytes and version == VERSION
             if whole and kind == _EAGER and not flags:
-                receive = self._matcher.take_lone(group, self._index, tag)
+                receive = self._put(group, tag, ring.data[at + HEADER_BYTES : at + ring.size])
                 if receive is not None:
-                    view = receive.view
-                    if view is not None and len(view) == nbytes <= self._eager_limit and not receive.wants_object:
-                        view[:] = ring.data[at + HEADER_BYTES : at + ring.size]
-                        if ring.pop():
-                            self._link.after_read()
-                        self._passed(group, tag, nbytes)
-                        receive.arrived(self._index, tag, nbytes)
-                        return
-                    self._matcher.repost(receive)
+                    if ring.pop():
+                        self._link.after_read()
+                    self._passed(group, tag, nbytes)
+                    receive.arrived(self._index, tag, nbytes)
+                    return
             elif whole and kind in RPC_FLAG and nbytes <= self._eager_limit:
                 payload = ring.data[at + HEADER_BYTES : at + ring.size].tobytes()
                 if ring.pop():

@@ -100,6 +100,7 @@ class Inbound:
     def detach(self) -> list[Receive]:
         """Forget what was under way; the receives that waited for its bytes are returned."""
         self._link = None
+        self.settle()
         self.direct = None
         self.calm = False
         self._then = None
@@ -115,6 +116,11 @@ class Inbound:
         """Nothing of this peer's is under way or lies unreceived."""
         unreceived = self._link is not None and self._credit.outstanding != self._credit.total_owed
         return self.incoming.idle and not unreceived
+
+    def settle(self) -> None:
+        """Account for all messages that came: the hot paths do so for several at once."""
+        if self.direct is not None:
+            self.direct.settle()
 
     # ------------------------------------------------------------------ reading
 
@@ -333,6 +339,8 @@ class Inbound:
             self.pay()
 
     def pay(self) -> None:
+        if self._link is None:
+            return  # the credit ended with its connection
         for payload in self._credit.pay():
             self.router.outbound.payload(Kind.CREDIT, payload)
 

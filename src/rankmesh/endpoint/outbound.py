@@ -56,6 +56,8 @@ class Outbound(FrameSender):
         #: The link's ring, if it is one that may be written to directly.
         self._ring: RingWriter | None = None
         self._like(0, 0, 0)
+        #: So many messages of that kind have their credit spent already.
+        self._prepaid = 0
         #: What of this side's arena the other side may copy from.
         self._offers: Offers | None = None
         self.frames = 0
@@ -75,6 +77,7 @@ class Outbound(FrameSender):
             self._ring, self._after_write, self._fence = polled.writer, polled.after_write, polled.fence
             self._join_limit = self._eager_limit  # nothing is joined: it is written in place
         self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
+        self._prepaid = 0
         self.advance()
 
     def detach(self) -> None:
@@ -108,9 +111,9 @@ class Outbound(FrameSender):
         if not engine.lock.acquire(False):
             engine.acquire()
         try:
-            if self._clear and nbytes <= self._join_limit and self._credit.take((group, tag), nbytes + OVERHEAD):
-                if nbytes != self._like_nbytes or tag != self._like_tag or group != self._like_group:
-                    self._like(group, tag, nbytes)
+            like = nbytes == self._like_nbytes and tag == self._like_tag and group == self._like_group
+            if self._clear and ((like and self._prepaid) or self._prepay(group, tag, nbytes)):
+                self._prepaid -= 1
                 header = self._like_header
                 try:
                     ring = self._ring
@@ -142,8 +145,21 @@ class Outbound(FrameSender):
                 engine.after_release()
         send.result()
 
+    def _prepay(self, group: int, tag: int, nbytes: int) -> bool:
+        """Make ready for small messages of this kind: the next ones often have the same group, tag and size, and need
+        neither a header of their own nor a look at the credit. False: it is large, or there is no credit."""
+        if nbytes > self._join_limit:
+            return False
+        if nbytes != self._like_nbytes or tag != self._like_tag or group != self._like_group:
+            if self._prepaid:
+                unspent = self._prepaid * (self._like_nbytes + OVERHEAD)
+                self._credit.give_back((self._like_group, self._like_tag), unspent)
+                self._prepaid = 0
+            self._like(group, tag, nbytes)
+        self._prepaid = self._credit.take_batch((group, tag), nbytes + OVERHEAD)
+        return bool(self._prepaid)
+
     def _like(self, group: int, tag: int, nbytes: int) -> None:
-        """Make the header of a small message. The next is often of the same group, tag and size, and takes it too."""
         self._like_group, self._like_tag, self._like_nbytes = group, tag, nbytes
         self._like_header = _pack(VERSION, _EAGER, 0, group, tag, 0, nbytes, 0)
         self._like_prefix = begin(self._like_header, nbytes)

@@ -141,6 +141,7 @@ class PeerRouter(Conversation):
             self.lose(f"a defect in rankmesh ended the conversation ({error!r}); please report it")
 
     def counters(self) -> dict[str, int]:
+        self.inbound.settle()
         return {
             "frames_sent": self.outbound.frames,
             "bytes_sent": self.outbound.bytes,
@@ -153,6 +154,7 @@ class PeerRouter(Conversation):
     def heartbeat(self, now: float) -> None:
         """Called a few times per interval: show life, look for it, and let quiet connections go."""
         config = self.hub.config
+        self.inbound.settle()
         if self.inbound.heard:
             self.inbound.heard = False
             self.last_heard = now
@@ -334,6 +336,7 @@ class PeerRouter(Conversation):
         if self.link is None:
             trouble = self.hub.dial_trouble(self)
             return f"There is no connection to {self.peer}" + (f": {trouble}." if trouble else ".")
+        self.inbound.settle()
         heard = 0.0 if self.inbound.heard else max(now - self.last_heard, 0.0)
         return f"{self.peer} is connected and was last heard {heard:.1f} s ago; it has not taken part."
 

@@ -9,7 +9,11 @@ Rules, the same on both sides:
 - The receiver owes the cost back once the message has left its unexpected queue (at once if a receive was posted).
   It pays in batches: when a quarter of either limit is owed, everything owed goes out in one CREDIT frame. So a
   sender that is out of credit, and whose messages have all been received, always gets some back.
-- Neither side keeps an entry for a lane without outstanding bytes: finished tags cost nothing.
+- Either side may deal with several messages of a lane at once (`batch`): the sender spends credit for them before the
+  first is sent, the receiver accounts for them after the last came. A sixteenth of a lane's limit may be held back so
+  on each side. With the quarter that may be owed, and the largest message (less than half), it is less than the limit.
+- Neither side keeps an entry for a lane without outstanding bytes: finished tags cost nothing. (But for one lane: the
+  one that was spent for in advance.)
 """
 
 from __future__ import annotations
@@ -21,11 +25,18 @@ from rankmesh.errors import ProtocolError
 from rankmesh.wire.header import CONTROL_LIMIT
 
 OVERHEAD: Final = 128
+#: The most messages of a lane that are dealt with at once, and the part of the lane's limit they may make up.
+BATCH: Final = 16
 
 Lane = tuple[int, int]
 
 _ENTRY = struct.Struct("<IqQ")
 _ENTRIES_PER_FRAME: Final = CONTROL_LIMIT // _ENTRY.size
+
+
+def batch(lane_limit: int, cost: int) -> int:
+    """How many messages that cost so much may be spent for in advance, or be accounted for later. At least one."""
+    return max(1, min(BATCH, lane_limit // BATCH // cost))
 
 
 class CreditOut:
@@ -48,6 +59,13 @@ class CreditOut:
         self.lanes[lane] = outstanding
         self.used = used
         return True
+
+    def take_batch(self, lane: Lane, cost: int) -> int:
+        """Spend on `lane` for as many messages as may be spent for at once, or for one: how many, 0 if for none."""
+        many = batch(self.lane_limit, cost)
+        if many > 1 and self.take(lane, many * cost):
+            return many
+        return int(self.take(lane, cost))
 
     def lane_full(self, lane: Lane, cost: int) -> bool:
         """The lane itself has no room for `cost`, whatever the peer as a whole has."""
@@ -78,9 +96,10 @@ class CreditOut:
 class CreditIn:
     """The receiver's side: what lies here, and what it owes."""
 
-    __slots__ = ("_lane_due", "_peer_due", "limit", "outstanding", "owed", "total_owed")
+    __slots__ = ("_lane_due", "_peer_due", "lane_limit", "limit", "outstanding", "owed", "total_owed")
 
     def __init__(self, lane_limit: int, peer_limit: int) -> None:
+        self.lane_limit = lane_limit
         self._lane_due = lane_limit // 4
         self._peer_due = peer_limit // 4
         self.limit = peer_limit
@@ -97,8 +116,8 @@ class CreditIn:
             )
 
     def passed(self, lane: Lane, cost: int) -> bool:
-        """A message came in and went straight into its receive: `arrived` and `consumed` in one. True: it is time to
-        pay."""
+        """Messages came in and went straight into their receives: `arrived` and `consumed` in one. True: it is time
+        to pay."""
         self.outstanding += cost
         owed = self.owed.get(lane, 0) + cost
         self.owed[lane] = owed

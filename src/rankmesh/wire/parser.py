@@ -37,12 +37,26 @@ _EAGER: Final = int(Kind.EAGER)
 class Parser:
     """See the module's text. `payload_limit` maps the known kinds to their largest payload."""
 
-    __slots__ = ("_end", "_fill", "_limit", "_pos", "_sink", "_skip", "_staging", "_view", "header", "pending")
+    __slots__ = (
+        "_end",
+        "_fill",
+        "_limit",
+        "_pos",
+        "_sink",
+        "_skip",
+        "_staging",
+        "_view",
+        "begins",
+        "header",
+        "pending",
+    )
 
     def __init__(self, payload_limit: dict[int, int]) -> None:
         self._limit = payload_limit
         self._staging = bytearray(STAGING_BYTES)
         self._view = memoryview(self._staging)
+        #: Whether `staging` begins with these bytes.
+        self.begins: Final = self._staging.startswith
         self._pos = 0
         self._end = 0
         self._fill: memoryview | None = None
