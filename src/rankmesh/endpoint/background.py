@@ -26,6 +26,7 @@ class Background:
     finished = False
     yields = True
     look_every = math.inf
+    #: The connection that requests lately came over, if they came over one.
     hint: Hint | None = None
     parker: Parker | None = None
 
@@ -126,7 +127,7 @@ class Background:
                 if engine.backlog:  # a copy goes on
                     engine.glance()
                     continue
-                if engine.spin.worthwhile() and self._poll():
+                if engine.spin.worthwhile() and (self._attend() or self._poll()):
                     continue
                 if engine.looks and engine.arm():
                     continue
@@ -146,6 +147,19 @@ class Background:
     def _taken(self) -> bool:
         """Somebody took the lead, or the end came, while the lock was free."""
         return self._engine.leader is not None or self._engine.closed
+
+    def _attend(self) -> bool:
+        """Look for the next request where the last came from. True: there was one."""
+        engine, hint = self._engine, self.hint
+        if hint is None or engine.writers:
+            return False
+        steps = engine.steps
+        hint.attend(self)
+        if engine.steps == steps:
+            self.hint = None
+            return False
+        engine.spin.hit()
+        return True
 
     def _poll(self) -> bool:
         """Poll for the next event after one was served. The lock is free between polls: user threads come first."""

@@ -26,6 +26,7 @@ from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Kind
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.inbound import Inbound
+    from rankmesh.endpoint.requests import Lone
     from rankmesh.endpoint.transfers import Receive
     from rankmesh.endpoint.waiting import Waited
     from rankmesh.transport.base import Link, PolledLink
@@ -33,12 +34,16 @@ if TYPE_CHECKING:
 
 _unpack_from = HEADER.unpack_from
 _EAGER: Final = int(Kind.EAGER)
+_REQUEST: Final = int(Kind.REQUEST)
+_REPLY: Final = int(Kind.REPLY)
+_REPLY_FLAG: Final = RPC_FLAG[_REPLY]
 #: How a message's record begins in a ring: the record's word, and the header.
 _PREFIX_BYTES: Final = WORD + HEADER_BYTES
 _unpack_prefix = struct.Struct(f"{_PREFIX_BYTES}s").unpack_from
 
 #: How often a waiter looks at the socket its message comes over before it looks at all connections: 1.7 us each.
-SOCKET_LOOKS: Final = (None,) * 12
+MOST_SOCKET_LOOKS: Final = 12
+SOCKET_LOOKS: Final = (None,) * MOST_SOCKET_LOOKS
 #: How often it looks at a ring, at 0.1 us each, before it lets others run on this core: one of them may be the sender.
 #: The more crowded the core is, the less often.
 RING_LOOKS: Final = tuple((None,) * count for count in (2, 5, 10, 20, 40, 80))
@@ -49,6 +54,8 @@ YIELDS: Final = (None,) * 8
 ROUNDS: Final = 8
 #: Seconds that letting others run takes if there are others.
 CROWDED: Final = 1.2e-6
+#: What may come over one connection before the others are looked at.
+STREAK: Final = 32
 #: A waiter that lets others run may go on for so many times Config.spin.
 PATIENCE: Final = 10
 
@@ -62,6 +69,7 @@ class Direct:
         self._index = inbound.router.index
         self._engine = inbound.router.engine
         self._matcher = inbound.router.hub.matcher
+        self._prompt = inbound.router.hub.prompt_services
         self._credit = credit
         self._eager_limit = eager_limit
         #: Messages like the last one that were received and are not accounted for yet.
@@ -91,18 +99,39 @@ class Direct:
         """Look for a while, on behalf of a waiter. True: that was in vain, and long enough to go to sleep now."""
         raise NotImplementedError
 
-    def read_one(self) -> None:
-        """Look once, on behalf of the receives that are posted. Deals with errors itself."""
+    def read_one(self) -> bool:
+        """Look once, on behalf of the receives that are posted. True: something came. Deals with errors itself."""
+        raise NotImplementedError
+
+    def await_reply(self, call: Lone) -> None:
+        """Look for a while for the reply to a request that was sent just now; whatever else comes is dealt with too.
+        Whether it came, the call knows."""
         raise NotImplementedError
 
     def _lone_rpc(self, kind: int, flags: int, service: int, ident: int, payload: memoryview) -> None:
         """A small request or reply came alone: it may be served right here."""
+        inbound, router, nbytes = self._inbound, self._router, len(payload)
+        try:
+            prompt = self._prompt.get(service) if kind == _REQUEST else None
+            if prompt is not None:
+                prompt(router, ident, payload, False)
+            else:
+                router.on_rpc(flags & ~RPC | RPC_FLAG[kind], service, ident, payload, False)
+        except Exception as error:  # noqa: BLE001  # see PeerRouter.failed
+            router.failed(error)
+        inbound.heard = True  # counted at last: whoever waits for the answer need not wait for this
+        inbound.frames += 1
+        inbound.bytes += nbytes
+
+    def _replied(self, call: Lone, flags: int, service: int, payload: memoryview) -> None:
+        """The reply to `call` came alone."""
         inbound = self._inbound
         inbound.heard = True
         inbound.frames += 1
         inbound.bytes += len(payload)
+        self._engine.spin.misses = 0
         try:
-            self._router.on_lone_rpc(flags & ~RPC | RPC_FLAG[kind], service, ident, payload)
+            call.replied(flags & ~RPC | _REPLY_FLAG, service, payload, False)
         except Exception as error:  # noqa: BLE001  # see PeerRouter.failed
             self._router.failed(error)
 
@@ -187,23 +216,41 @@ class SocketPath(Direct):
 
     def attend(self, work: Waited) -> bool:
         inbound, engine = self._inbound, self._engine
-        for _ in SOCKET_LOOKS:
-            if not inbound.calm or inbound.direct is not self or engine.deferred:
+        left, streak = MOST_SOCKET_LOOKS, STREAK
+        while inbound.calm and inbound.direct is self and not (engine.deferred or engine.contenders):
+            if not self.read_one():
+                left -= 1
+                if not left:
+                    break
+            elif work.finished or not (streak := streak - 1):
                 break
-            self.read_one()
-            if work.finished:
-                break
+            else:
+                left = MOST_SOCKET_LOOKS
         return False
 
-    def read_one(self) -> None:
+    def await_reply(self, call: Lone) -> None:
+        inbound = self._inbound
+        if not (self._engine.may_look() and inbound.calm and inbound.direct is self) or call.finished:
+            return
+        got = self._wait()
+        if got > HEADER_BYTES:
+            version, kind, flags, service, ident, _, nbytes, _ = _unpack_from(self._staging)
+            whole = got == HEADER_BYTES + nbytes and version == VERSION and nbytes <= self._eager_limit
+            if whole and kind == _REPLY and ident == call.ident:
+                self._replied(call, flags, service, self._staging[HEADER_BYTES:got])
+                return
+        if got >= 0:
+            self._read(got)
+
+    def read_one(self) -> bool:
         staging = self._staging
         try:
             got = self._recv(staging)
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             self._router.broken(error)
-            return
+            return True
         if got > HEADER_BYTES:
             version, kind, flags, group, tag, _, nbytes, _ = _unpack_from(staging)
             whole = got == HEADER_BYTES + nbytes and version == VERSION
@@ -212,11 +259,12 @@ class SocketPath(Direct):
                 if receive is not None:
                     self._passed(group, tag, nbytes)
                     receive.arrived(self._index, tag, nbytes)
-                    return
+                    return True
             elif whole and kind in RPC_FLAG and nbytes <= self._eager_limit:
                 self._lone_rpc(kind, flags, group, tag, staging[HEADER_BYTES:got])
-                return
+                return True
         self._read(got)
+        return True
 
     def _read(self, got: int) -> None:
         try:
@@ -266,17 +314,35 @@ class RingPath(Direct):
             if engine.contenders:
                 return False
             rounds += 1
-            if perf_counter() >= end or (not rounds % ROUNDS and engine.poll(0, 1)):
+            if perf_counter() >= end or (not rounds % ROUNDS and (engine.poll(0, 1) or engine.any_ready())):
                 engine.spin.miss()
                 return False
 
     def attend(self, work: Waited) -> bool:
-        inbound, engine = self._inbound, self._engine
+        inbound, engine, streak = self._inbound, self._engine, STREAK
         while inbound.calm and inbound.direct is self and not (work.finished or engine.writers or engine.deferred):
             if not self._wait():
                 return not engine.contenders
             self.read_one()
+            streak -= 1
+            if not streak:
+                break
         return False
+
+    def await_reply(self, call: Lone) -> None:
+        inbound, ring = self._inbound, self._ring
+        if not (self._engine.may_look() and inbound.calm and inbound.direct is self) or call.finished:
+            return
+        if not self._wait():
+            return
+        at = ring.front()
+        if at >= 0 and ring.size > HEADER_BYTES:
+            version, kind, flags, service, ident, _, nbytes, _ = _unpack_from(ring.data, at)
+            whole = ring.size == HEADER_BYTES + nbytes and version == VERSION and nbytes <= self._eager_limit
+            if whole and kind == _REPLY and ident == call.ident:
+                self._replied(call, flags, service, self._take(at))
+                return
+        self._read()
 
     def receive(self, group: int, tag: int, view: memoryview) -> bool:  # noqa: C901  # written out for its speed
         engine, inbound, ring, nbytes = self._engine, self._inbound, self._ring, len(view)
@@ -316,7 +382,15 @@ class RingPath(Direct):
             if engine.deferred or engine.contenders:
                 engine.after_release()
 
-    def read_one(self) -> None:
+    def _take(self, at: int) -> memoryview:
+        """The payload of the message at the front, out of the ring: what is in it may be overwritten."""
+        ring = self._ring
+        payload = ring.data[at + HEADER_BYTES : at + ring.size].tobytes()
+        if ring.pop():
+            self._link.after_read()
+        return memoryview(payload)
+
+    def read_one(self) -> bool:
         ring = self._ring
         at = ring.front()
         if at >= 0 and ring.size > HEADER_BYTES:
@@ -329,15 +403,14 @@ class RingPath(Direct):
                         self._link.after_read()
                     self._passed(group, tag, nbytes)
                     receive.arrived(self._index, tag, nbytes)
-                    return
+                    return True
             elif whole and kind in RPC_FLAG and nbytes <= self._eager_limit:
-                payload = ring.data[at + HEADER_BYTES : at + ring.size].tobytes()
-                if ring.pop():
-                    self._link.after_read()
-                self._lone_rpc(kind, flags, group, tag, memoryview(payload))
-                return
+                self._lone_rpc(kind, flags, group, tag, self._take(at))
+                return True
         if at >= 0 or ring.ready():
             self._read()
+            return True
+        return False
 
     def _read(self) -> None:
         try:

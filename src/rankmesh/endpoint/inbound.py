@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from rankmesh.buffers import BufferPool, fresh
 from rankmesh.endpoint.direct import Direct, RingPath, SocketPath
@@ -212,7 +212,9 @@ class Inbound:
     def _parse(self, header: Header | None) -> None:
         """Handle the frames that are here, until the leader has what it waits for. Replies are often many."""
         parser, handlers, engine, replies = self._parser, self._handlers, self._engine, REPLIES
-        leader: Any = engine.leader
+        leader = engine.leader
+        if leader is not None and leader.yields:  # it is there for everything that comes
+            leader = None
         while header is not None:
             self.frames += 1
             handlers[header[1]](header)

@@ -43,7 +43,7 @@ class Loopback(Conversation):
         self.inbound = self
         self.rpc_bytes = 0
         self.blocked = False
-        self._last_ident = 0
+        self.last_ident = 0
         self._kept = 0
         self._sends: dict[Message, Send] = {}
 
@@ -115,8 +115,8 @@ class Loopback(Conversation):
     # ------------------------------------------------------------------ requests and replies
 
     def new_ident(self) -> int:
-        self._last_ident += 1
-        return self._last_ident
+        self.last_ident += 1
+        return self.last_ident
 
     def send_rpc(
         self, kind: int, flags: int, service: int, ident: int, body: bytes | memoryview, more: bool = False

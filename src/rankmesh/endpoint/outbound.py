@@ -52,7 +52,8 @@ class Outbound(FrameSender):
         self._waiting: deque[Send] = deque()
         self._stalled: dict[CreditLane, deque[Send]] = {}
         self._announced: dict[int, Send] = {}
-        self._last_ident = 0
+        #: Of the last transfer or request that this side began: the next has one more.
+        self.last_ident = 0
         #: The link's ring, if it is one that may be written to directly.
         self._ring: RingWriter | None = None
         self._like(0, 0, 0)
@@ -98,8 +99,8 @@ class Outbound(FrameSender):
         return bool(self._waiting or self._stalled or self.paused)
 
     def new_ident(self) -> int:
-        self._last_ident += 1
-        return self._last_ident
+        self.last_ident += 1
+        return self.last_ident
 
     # ------------------------------------------------------------------ messages
 

@@ -98,7 +98,8 @@ class Engine:
         self.spin = Spin(spin)
         self._waker = Waker()
         self.drives = 0
-        self._stepped = False
+        #: How often a leader stepped down in order to serve a request.
+        self.steps = 0
         self.background = Background(self)
         self.watch(self._waker.fd, select.EPOLLIN, self._waker.clear)
         _engines.add(self)
@@ -170,12 +171,13 @@ class Engine:
         """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
         `step_up`: it must not keep anything in its hands that others may change meanwhile."""
         leader, self.leader = self.leader, None
-        self._stepped = True
+        self.steps += 1
         self.lock.release()
         return leader
 
     def step_up(self, leader: Waited | None) -> None:
-        """Take the lock again, and the lead if nobody waits with it."""
+        """Take the lock again, and the lead if nobody waits with it. The engine may have been closed meanwhile, by the
+        very code that ran."""
         if not self.lock.acquire(False):
             self.acquire()
         if self.leader is None or self.leader.yields:
@@ -239,20 +241,13 @@ class Engine:
 
     def _poll_for(self, work: Waited) -> bool:
         """Poll all connections until `work` is done (True), or for so long without an event."""
-        spin, poll, handlers, end = self.spin, self.poll, self._handlers, 0.0
+        spin, poll, end = self.spin, self.poll, 0.0
         while True:
             events = poll(0, EVENTS)
             if events or (self.looks and self.look_around()):
-                for fd, mask in events:
-                    if fd in handlers:
-                        handlers[fd](mask)
-                if self.backlog and not work.finished:
-                    self.work_off_backlog()
-                if work.finished:
+                if self._handle(events, work):
                     spin.misses = 0
                     return True
-                if work.yields:  # what it waits for is whatever comes
-                    spin.misses = 0
                 end = 0.0
             now = perf_counter()
             if not end:
@@ -262,6 +257,22 @@ class Engine:
                 return False
             if self.contenders or self.deferred:
                 return False
+
+    def _handle(self, events: list[tuple[int, int]], work: Waited) -> bool:
+        """What a poll of all connections brought, and then what follows it where `work` expects something. True:
+        `work` is done."""
+        handlers = self._handlers
+        for fd, mask in events:
+            if fd in handlers:
+                handlers[fd](mask)
+        if self.backlog and not work.finished:
+            self.work_off_backlog()
+        if work.yields:  # what it waits for is whatever comes
+            self.spin.misses = 0
+        hint = work.hint
+        if hint is not None and not (work.finished or self.writers):
+            hint.attend(work)
+        return work.finished
 
     @property
     def patience(self) -> float:
@@ -304,7 +315,7 @@ class Engine:
                 continue
             if self.looks and self.arm():
                 continue
-            work.parker = self._waker
+            work.parker, steps = self._waker, self.steps
             self.lock.release()
             try:
                 events = self.poll(poll_timeout(min(deadline, self.timers.next) - now), EVENTS)
@@ -313,8 +324,7 @@ class Engine:
                 work.parker = None
             self.spin.slept(monotonic() - now)
             self.dispatch(events)
-            if work.yields or self._stepped:
-                self._stepped = False
+            if work.yields or self.steps != steps:
                 self.spin.misses = 0
                 return
 
@@ -397,6 +407,10 @@ class Engine:
                 serve()
                 happened = True
         return happened
+
+    def any_ready(self) -> bool:
+        """There is something for `look_around` to serve."""
+        return any(ready() for ready, _, _ in self.looks.values())
 
     def arm(self) -> bool:
         """Before sleeping: have everything ring that only rings on demand. True: something is there, and was served."""

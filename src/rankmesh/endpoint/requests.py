@@ -38,6 +38,15 @@ class Awaiting(Protocol):
     def fail(self, error: BaseException) -> None: ...
 
 
+class Lone(Awaiting, Protocol):
+    """What waits for one reply."""
+
+    ident: int
+
+    @property
+    def finished(self) -> bool: ...
+
+
 class Conversation:
     """A router, as far as requests go: those of this side that wait for replies, and where those of the other go."""
 
@@ -66,15 +75,6 @@ class Conversation:
             self.hub.late_replies += 1
         else:
             request.replied(flags, service, payload, owned)
-
-    def on_lone_rpc(self, flags: int, service: int, ident: int, payload: memoryview) -> None:
-        """Like `on_rpc`, for one that came alone: whoever read it has nothing else in hand."""
-        if flags & _REQUEST:
-            handler = self.hub.prompt_services.get(service)
-            if handler is not None:
-                handler(self, ident, payload, False)  # type: ignore[arg-type]  # the two Routers are all there are
-                return
-        self.on_rpc(flags, service, ident, payload, False)
 
     def reply(self, ident: int, parts: list[memoryview], nbytes: int, failed: bool = False, service: int = 0) -> None:
         """Answer a request."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from rankmesh.errors import ClosedError
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.requests import Lone
 
 #: Events taken from one poll; the rest is there at the next. (The default allocates room for 1,023.)
 EVENTS: Final = 64
@@ -28,6 +31,7 @@ class Hint(Protocol):
     """A connection that can be looked at directly, on behalf of a waiter: see endpoint/direct.py."""
 
     def attend(self, work: Waited) -> bool: ...
+    def await_reply(self, call: Lone) -> None: ...
 
 
 class Waited(Protocol):

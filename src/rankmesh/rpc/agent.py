@@ -20,7 +20,7 @@ from rankmesh.endpoint import Endpoint, Peer, Work
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import ConnectError, DeadlineError, InvalidMessage, PeerLost, UsageError
 from rankmesh.rpc.broadcast import Broadcast
-from rankmesh.rpc.client import Call, Notice
+from rankmesh.rpc.client import Call, Notice, call_plain
 from rankmesh.rpc.context import current, current_trace, outgoing_trace
 from rankmesh.rpc.hooks import CallInfo, Hook, Hooks
 from rankmesh.rpc.opening import Opened, OpenedChannel
@@ -163,7 +163,13 @@ class RpcAgent:
         FunctionNotFound; InvalidMessage for arguments that do not fit; DeadlineError, PeerLost, NoConnection and
         BusyError.
         """
-        call = self._make(self._router(to), function, args, kwargs, timeout)
+        router = self._router(to)
+        if not kwargs and out is None and returns is None and function not in self._idempotent:
+            seconds = self._config.timeout if timeout is None else timeout
+            body = self._plain(function, args, seconds)
+            if body is not None:
+                return call_plain(router, function, body, seconds, self._learn)
+        call = self._make(router, function, args, kwargs, timeout)
         if out is not None or returns is not None:
             call.out, call.returns = out, returns
         try:
@@ -375,11 +381,9 @@ class RpcAgent:
     ) -> Call:
         if timeout is None:
             timeout = self._config.timeout
-        if not kwargs and not flags and self._is_quiet():  # the short way, written out
-            prefix = self._prefixes.get((function, timeout))
-            if prefix is not None and (plain := pack_plain(args)) is not None:
-                plain = prefix + plain
-                return Call(router, function, [plain], len(plain), timeout, self._learn)
+        plain = None if kwargs or flags else self._plain(function, args, timeout)
+        if plain is not None:
+            return Call(router, function, [plain], len(plain), timeout, self._learn)
         seconds = self._timeout(timeout)
         if self._hooks.active:
             return self._make_hooked(router, function, args, kwargs, seconds, flags)
@@ -388,9 +392,15 @@ class RpcAgent:
         parts, nbytes = self._request(Kind.CALL, router, function, args, kwargs, seconds, flags)
         return Call(router, function, parts, nbytes, seconds, self._learn)
 
-    def _is_quiet(self) -> bool:
-        """No handler runs this code, no hook watches, no trace is carried on."""
-        return current.get() is None and not self._hooks.hooks and trace.active is None and not current_trace.get()
+    def _plain(self, function: str, args: tuple[Any, ...], seconds: float) -> bytes | None:
+        """The request, if that is one small piece: the arguments are plain values, no handler runs this code, no hook
+        watches, no trace is carried on, and the function was called before."""
+        if current.get() is not None or self._hooks.hooks or trace.active is not None or current_trace.get():
+            return None
+        prefix = self._prefixes.get((function, seconds))
+        if prefix is None or (plain := pack_plain(args)) is None:
+            return None
+        return prefix + plain
 
     def _make_hooked(
         self,

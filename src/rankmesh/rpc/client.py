@@ -10,6 +10,7 @@ comes for it afterwards is counted as late and dropped.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from time import monotonic
 from typing import Any, Final
@@ -56,7 +57,9 @@ from rankmesh.wire.header import Flag
 from rankmesh.wire.header import Kind as FrameKind
 
 _REPLY_BYTES: Final = REPLY.size
-_PLAIN_RESULT: Final = PLAIN_RESULT[0]
+#: The head of a reply as one value, and what that is for a plain result.
+_head_of: Final = struct.Struct(f"{REPLY.size}s").unpack_from
+_PLAIN_RESULT: Final = (PLAIN_RESULT[0],)
 _REQUEST: Final = int(FrameKind.REQUEST)
 _REQUEST_FLAG: Final = int(Flag.REQUEST)
 _FAILURE: Final = Kind.FAILURE
@@ -88,6 +91,24 @@ class Carrier(Send):
             self._give_up(CancelledError("The call was given up."))
 
 
+def _op(what: str, name: str) -> str:
+    return f"{what} {name!r} at"
+
+
+def _check_free(router: Router, what: str, name: str) -> None:
+    """Raise if a request cannot be made now."""
+    hub, waiting = router.hub, len(router.requests)
+    if hub.closed:
+        hub.check_open()
+    if router.gone:
+        raise router.lost_error(_op(what, name), None)
+    if waiting * SEND_COST >= hub.config.send_queue_bytes:
+        raise BusyError(
+            f"{waiting} calls to {router.peer} are under way already, as many as Config.send_queue_bytes "
+            f"({hub.config.send_queue_bytes}) allows."
+        )
+
+
 class Outgoing(Work[Any]):
     """What a call and a stream have in common: a request sent under an ident, and replies to it."""
 
@@ -107,25 +128,15 @@ class Outgoing(Work[Any]):
 
     @property
     def op(self) -> str:  # type: ignore[override]  # a text that only errors need
-        return f"{self.what} {self.name!r} at"
+        return _op(self.what, self.name)
 
     def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
         raise NotImplementedError
 
     def send(self, parts: list[Part], nbytes: int) -> None:
         """Send the request. With the lock."""
-        router, hub = self.router, self.router.hub
-        if hub.closed:
-            hub.check_open()
-        if router.gone:
-            raise router.lost_error(self.op, None)
-        requests = router.requests
-        if len(requests) * SEND_COST >= hub.config.send_queue_bytes:
-            raise BusyError(
-                f"{len(requests)} calls to {self.peer} are under way already, as many as Config.send_queue_bytes "
-                f"({hub.config.send_queue_bytes}) allows."
-            )
-        outbound = router.outbound
+        router, outbound, requests = self.router, self.router.outbound, self.router.requests
+        _check_free(router, self.what, self.name)
         self.ident = ident = outbound.new_ident()
         requests[ident] = self
         try:
@@ -252,29 +263,29 @@ class Call(Outgoing):
 
     def complete(self) -> Any:
         """Send it and wait for the result."""
-        engine = self._engine
-        if not engine.lock.acquire(False):
-            engine.acquire()
-        try:
+        with self._engine:
             self.send(self._parts, self._nbytes)
-            if not self.finished:
-                try:
-                    engine.drive(self, self.began + self.timeout)
-                except BaseException:
-                    self._interrupted()
-                    raise
-                if not self.finished:
-                    self._give_up(self._late(self.timeout))
-        finally:
-            engine.lock.release()
-            if engine.deferred or engine.contenders:
-                engine.after_release()
-        if self._reply is None and self._error is None:
-            return self._value
+            self.wait_with_lock()
         return self.outcome()
 
+    def wait_with_lock(self) -> None:
+        """Look for the reply, and then drive until it is there. With the lock."""
+        if self.finished:
+            return
+        try:
+            if self.hint is not None:
+                self.hint.await_reply(self)
+            if not self.finished:
+                self._engine.drive(self, self.began + self.timeout)
+        except BaseException:
+            self._interrupted()
+            raise
+        if not self.finished:
+            self._give_up(self._late(self.timeout))
+
     def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
-        if payload[:_REPLY_BYTES] == _PLAIN_RESULT and service == SERVICE and self.returns is None and self.out is None:
+        plain = service == SERVICE and len(payload) > _REPLY_BYTES and _head_of(payload) == _PLAIN_RESULT
+        if plain and self.returns is None and self.out is None:
             try:
                 (self._value,) = unpack_plain(payload[_REPLY_BYTES:])  # the short way: no copy, decoded right here
             except (CodecError, ValueError):
@@ -390,6 +401,34 @@ class Call(Outgoing):
             _copy_into(self.out, value)
             return self.out
         return value
+
+
+def call_plain(router: Router, name: str, body: bytes, timeout: float, learn: Callable[[str], object]) -> Any:
+    """Make a call whose request is small, and wait for its result: `Call.complete`, written out. The request is sent
+    first: the call is made while it is on its way, which nobody can notice before the lock is free."""
+    engine, outbound = router.engine, router.outbound
+    if not engine.lock.acquire(False):
+        engine.acquire()
+    try:
+        _check_free(router, Call.what, name)
+        outbound.last_ident = ident = outbound.last_ident + 1
+        sent = outbound.send_rpc(_REQUEST, 0, SERVICE, ident, body)
+        call = Call(router, name, [body], len(body), timeout, learn)
+        call.ident = ident
+        router.requests[ident] = call
+        if not sent:
+            try:
+                call.transmit([body], len(body))
+            except BaseException:
+                router.requests.pop(ident, None)
+                raise
+        call.hint = router.inbound.direct
+        call.wait_with_lock()
+    finally:
+        engine.lock.release()
+        if engine.deferred or engine.contenders:
+            engine.after_release()
+    return call.outcome()
 
 
 def _copy_into(out: Any, value: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 from rankmesh import trace
 from rankmesh.codec import unpack_plain
+from rankmesh.endpoint.direct import Direct
 from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.router import Router
 from rankmesh.errors import BusyError, CodecError, InvalidMessage
@@ -41,20 +42,20 @@ class Prompt:
         self._hooks = server.hooks
         self._linger = server.pool.linger
         self._functions = server.registry.functions
+        #: How the last request began: its bytes up to the arguments, which function it was for and for how long.
+        self._head, self._key, self._start, self._seconds = b"", b"", 1, 0.0
+        #: Where it came from.
+        self._last: Direct | None = None
 
     def on_request(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
         try:
-            kind, flags, name, traced, body_at, seconds = _unpack_request(payload)
-            start = _REQUEST_BYTES + name
-            function = self._functions.get(bytes(payload[_REQUEST_BYTES:start]))
+            start = self._start
+            if bytes(payload[:start]) != self._head:
+                start = self._read_head(payload)
+            function = self._functions.get(self._key)
             if (
                 function is None
                 or not (function.inline or self._may_run_here(router, function, ident))
-                or kind != _CALL
-                or flags
-                or traced
-                or body_at != start
-                or not seconds > 0
                 or self._hub.closed
                 or self._hooks.hooks
                 or trace.active is not None
@@ -62,32 +63,50 @@ class Prompt:
                 self._server.on_request(router, ident, payload, owned)
                 return
             args = unpack_plain(payload[start:])
-            function.check(args, {})
+            if function.hinted or not function.least <= len(args) <= function.most:
+                function.check(args, {})
         except (struct.error, CodecError, InvalidMessage):
             self._server.on_request(router, ident, payload, owned)
             return
         began = monotonic()
-        call = CallContext(router, ident, function.name, function, began + seconds)
+        call = CallContext(router, ident, function.name, function, began + self._seconds)
         if not function.inline:
             self._enter(call)
-        try:
-            answer = self._run(call, function, args)
-        except KeyboardInterrupt as error:  # Ctrl-C reached the thread that happened to run it: it is that thread's
-            self._server.transmit(router, ident, *self._server.raised(call, error))
-            raise
-        if function.inline:
-            self._server.served += 1
-            self._answer(router, ident, answer)
-        else:
+        parts, nbytes = self._run(call, function, args)
+        sent = call.given_up
+        if nbytes <= JOIN_BYTES and len(parts) == 1 and not (router.gone or sent):
+            try:
+                sent = router.outbound.send_rpc(_REPLY, 0, SERVICE, ident, parts[0])
+            except BusyError:
+                pass  # the general way deals with it
+        if not sent:
+            self._server.transmit(router, ident, parts, nbytes)
+        if not function.inline:  # what follows is nothing that the caller waits for
             function.took = monotonic() - began
-            self._server.pool.end_here()
-            self._server.finish(call, answer)
+            self._leave(call)
+        self._server.served += 1
+        leader = self._engine.leader
+        if leader is not None and leader.yields:
+            # Whoever leads for everybody looks first where the last two requests came from, if that is one connection.
+            direct = router.inbound.direct
+            leader.hint = direct if direct is self._last else None
+            self._last = direct
+
+    def _read_head(self, payload: memoryview) -> int:
+        """Read what comes before the arguments, and where they begin: the next request often begins with the same
+        bytes. Raises for what is not a plain call."""
+        kind, flags, name, traced, body_at, seconds = _unpack_request(payload)
+        start: int = _REQUEST_BYTES + name
+        if kind != _CALL or flags or traced or body_at != start or start > len(payload) or not seconds > 0:
+            raise InvalidMessage("It is not a plain call.")  # which the general way deals with
+        self._head, self._start = bytes(payload[:start]), start
+        self._key, self._seconds = self._head[_REQUEST_BYTES:], seconds
+        return start
 
     def _may_run_here(self, router: Router, function: Function, ident: int) -> bool:
         linger = self._linger
         if self._engine.leader is not linger:
             return False
-        linger.hint = router.inbound.direct
         return function.plain and function.took < QUICK and (router.index, ident) not in self._server.running
 
     def _enter(self, call: CallContext) -> None:
@@ -100,26 +119,27 @@ class Prompt:
         server.running[call.router.index, call.ident] = call
         server.pool.begin_here()
 
+    def _leave(self, call: CallContext) -> None:
+        server = self._server
+        server.running.pop((call.router.index, call.ident), None)
+        server.items -= 1
+        server.nbytes -= REQUEST_COST
+        server.pool.end_here()
+
     def _run(self, call: CallContext, function: Function, args: list[object]) -> Answer:
         engine = self._engine
-        leader = engine.step_down()
+        leader, engine.leader = engine.leader, None  # Engine.step_down, written out
+        engine.steps += 1
+        engine.lock.release()
         token = current.set(call)
         try:
             return self._server.result(call, function.fn(*args))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:  # Ctrl-C reached the thread that happened to run it: it is that thread's
+            with engine:
+                self._server.transmit(call.router, call.ident, *self._server.raised(call, error))
             raise
         except BaseException as error:  # noqa: BLE001  # whatever a handler raises is told to its caller
             return self._server.raised(call, error)
         finally:
             current.reset(token)
             engine.step_up(leader)
-
-    def _answer(self, router: Router, ident: int, answer: Answer) -> None:
-        parts, nbytes = answer
-        if nbytes <= JOIN_BYTES and len(parts) == 1 and not router.gone:
-            try:
-                if router.outbound.send_rpc(_REPLY, 0, SERVICE, ident, parts[0]):
-                    return
-            except BusyError:
-                pass  # the general way deals with it
-        self._server.transmit(router, ident, parts, nbytes)

@@ -38,8 +38,22 @@ class Function:
     """A registered function, ready to be called."""
 
     __slots__ = (
-        "_by_name", "_by_place", "_hinted", "_least", "_most", "_signature", "channel", "fn",
-        "idempotent", "inline", "is_async", "key", "name", "plain", "streams", "took",
+        "_by_name",
+        "_by_place",
+        "_signature",
+        "channel",
+        "fn",
+        "hinted",
+        "idempotent",
+        "inline",
+        "is_async",
+        "key",
+        "least",
+        "most",
+        "name",
+        "plain",
+        "streams",
+        "took",
     )  # fmt: skip
 
     def __init__(self, fn: Callable[..., Any], name: str, *, inline: bool, idempotent: bool, channel: bool) -> None:
@@ -74,18 +88,18 @@ class Function:
         variadic = self._signature is None or any(p.kind is _PARAMETER.VAR_POSITIONAL for p in parameters)
         required_names = any(p.kind is _PARAMETER.KEYWORD_ONLY and p.default is p.empty for p in parameters)
         #: How many arguments by place are right without a look at the signature; none if a name is required.
-        self._least = sum(p.default is p.empty for p in places) if self._signature is not None else 0
-        self._most = -1 if required_names else 1 << 30 if variadic else len(places)
+        self.least = sum(p.default is p.empty for p in places) if self._signature is not None else 0
+        self.most = -1 if required_names else 1 << 30 if variadic else len(places)
         converters = {p.name: converter(hints.get(p.name, Any)) for p in parameters}
         self._by_place = [(p.name, converters[p.name]) for p in places]
         self._by_name = {name: convert for name, convert in converters.items() if convert is not None}
-        self._hinted = bool(self._by_name)
+        self.hinted = bool(self._by_name)
 
     def check(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Convert the arguments in place as the hints say. Raises InvalidMessage."""
-        if kwargs or not self._least <= len(args) <= self._most:
+        if kwargs or not self.least <= len(args) <= self.most:
             self._bind(args, kwargs)
-        if not self._hinted:
+        if not self.hinted:
             return
         for at, (name, convert) in enumerate(self._by_place[: len(args)]):
             if convert is not None:

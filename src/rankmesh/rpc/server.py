@@ -5,7 +5,8 @@ taken, its bytes copied out if they are not ours. Arguments are decoded, and han
 
     inline     on the thread that leads, right after it has left the lock; several that came together are answered
                together, with one system call
-    function   on a thread of the pool, which may be the one that has read it (see `pool`)
+    function   on a thread of the pool, which may be the one that has read it (see `pool`); several on one thread if
+               they are brief (see `drain`)
     generator  likewise, as far as the caller's credit goes; then it is put aside, and takes no thread
     async      on the event loop
 
@@ -31,6 +32,7 @@ from rankmesh.endpoint.transfers import Send
 from rankmesh.errors import BusyError, CodecError, InvalidMessage, UsageError
 from rankmesh.rpc.answers import Answer, Parts, Refusal, describe, raised, type_name
 from rankmesh.rpc.context import CallContext, current
+from rankmesh.rpc.drain import BRIEF, Drain
 from rankmesh.rpc.hooks import Hooks
 from rankmesh.rpc.pool import Pool
 from rankmesh.rpc.protocol import (
@@ -74,6 +76,7 @@ class Server:
         self.hooks = hooks
         self.registry = Registry()
         self.pool = Pool(hub.engine, hub.config.rpc_threads)
+        self._drain = Drain(self)
         self._loop: Loop | None = None
         self._loop_lock = threading.Lock()
         self.running: dict[tuple[int, int], CallContext] = {}
@@ -207,6 +210,8 @@ class Server:
             raise Refusal(Why.INVALID, f"{call.name!r} is not called but opened: use {verb}().")
         if function is not None and function.is_async:
             self.engine.defer(lambda: self._spawn(call))
+        elif function is not None and function.took < BRIEF:
+            self._drain.add(call)
         else:
             self.pool.submit(lambda: self._run_pooled(call))
 
@@ -250,36 +255,31 @@ class Server:
         finally:
             if queue:
                 self.engine.defer(self._run_inline)
-            if answers:
-                self._answer_all(answers)
+            with self.engine:
+                self.answer_all(answers)
 
-    def _answer_all(self, answers: list[tuple[CallContext, Answer | None]]) -> None:
-        engine = self.engine
-        if not engine.lock.acquire(False):
-            engine.acquire()
-        try:
-            if len(answers) == 1:
-                self.finish(*answers[0])
-            else:
-                for call, answer in answers:
-                    self.finish(call, answer, more=True)
-                for router in {call.router for call, _ in answers}:
-                    router.outbound.flush()
-        finally:
-            engine.release()
+    def answer_all(self, answers: list[tuple[CallContext, Answer | None]]) -> None:
+        """Answer calls that have ended, those of one peer with one system call. With the lock."""
+        if len(answers) == 1:
+            self.finish(*answers[0])
+            return
+        for call, answer in answers:
+            self.finish(call, answer, more=True)
+        for router in {call.router for call, _ in answers}:
+            router.outbound.flush()
 
-    def _run_pooled(self, call: CallContext) -> None:
+    def timed(self, call: CallContext) -> Answer | None:
+        """`evaluate`, and remember how long it took."""
         began = monotonic()
         answer = self.evaluate(call)
         if call.function is not None:
             call.function.took = monotonic() - began
-        engine = self.engine
-        if not engine.lock.acquire(False):
-            engine.acquire()
-        try:
+        return answer
+
+    def _run_pooled(self, call: CallContext) -> None:
+        answer = self.timed(call)
+        with self.engine:
             self.finish(call, answer)
-        finally:
-            engine.release()
 
     def _spawn(self, call: CallContext) -> None:
         from rankmesh.rpc.loop import serve
