@@ -257,7 +257,7 @@ class Call(Outgoing):
             engine.acquire()
         try:
             self.send(self._parts, self._nbytes)
-            if not self.finished:
+            if not self.finished:  # await_end(None), written out: a call less for every call
                 try:
                     engine.drive(self, self.began + self.timeout)
                 except BaseException:
