@@ -10,7 +10,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import monotonic
 
 import pytest
@@ -190,6 +190,27 @@ def test_another_user_is_sent_away(listener: ShmListener) -> None:
     assert transfer(near, far, b"our own user", SOON) == b"our own user"
     near.close()
     far.close()
+
+
+def test_strangers_are_sent_away_one_at_a_time(listener: ShmListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd of them does not keep who drives from other connections, and those behind them get their turn."""
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(caller(listener)) for _ in range(5)]
+        ours = os.geteuid()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: ours + 1)
+            for number, sock in enumerate(crowd[:-1], start=1):
+                with pytest.raises(BlockingIOError):
+                    listener.accept()
+                assert sock.recv(1) == b"", "this one was sent away"
+                crowd[number].setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    crowd[number].recv(1)
+                crowd[number].settimeout(SOON)
+                assert wait_any([listener], 0)
+        link = listener.accept()
+        assert link.remote.endswith(f"#{os.getpid()}")
+        link.abort()
 
 
 def test_a_caller_that_dies_before_its_opening(listener: ShmListener) -> None:

@@ -452,14 +452,15 @@ class ShmListener:
         return self._sock.fileno()
 
     def accept(self) -> Link:
-        """The next caller of our own user; others are sent away."""
-        while True:
-            sock, _ = self._sock.accept()
-            sock.setblocking(False)
-            pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-            if uid == os.geteuid():
-                return ShmLink(sock, str(self.address), f"{self.address}#{pid}", connecting=False)
+        """The next caller, if it is of our own user. Another is sent away, and that is all for now: a crowd of them
+        must not keep who drives from other connections, and the listener stays ready for those behind."""
+        sock, _ = self._sock.accept()
+        sock.setblocking(False)
+        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.geteuid():
             sock.close()
+            raise BlockingIOError(errno.EAGAIN, "the caller was of another user")
+        return ShmLink(sock, str(self.address), f"{self.address}#{pid}", connecting=False)
 
     def close(self) -> None:
         self._sock.close()
