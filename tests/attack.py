@@ -17,6 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Self
 
+import initiator
 from rankmesh.config import Config
 from rankmesh.endpoint import Endpoint
 from rankmesh.errors import ClosedError, RankmeshError
@@ -195,20 +196,11 @@ def identity(**changes: Any) -> Identity:
     return Identity(**usual | changes)
 
 
-def receive(sock: socket.socket, nbytes: int) -> bytes:
-    """Exactly so many bytes; fewer only at the end of the stream."""
-    data = b""
-    while len(data) < nbytes and (piece := sock.recv(nbytes - len(data))):
-        data += piece
-    return data
-
-
 def shake(sock: socket.socket, token: str = TOKEN, who: Identity | None = None) -> Handshake:
     """Go through the handshake as the initiator. Raises what it raises there."""
     side = Handshake(initiator=True, token=token, identity=who or identity(), nonce=os.urandom(NONCE_BYTES))
-    sock.sendall(side.start())
-    while not side.done:
-        sock.sendall(side.receive(receive(sock, side.wanted)))
+    if not initiator.shake(sock, side, lambda _, words: sock.sendall(words)):
+        raise ConnectionResetError("the target hung up during the handshake")
     return side
 
 

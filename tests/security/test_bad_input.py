@@ -26,11 +26,11 @@ from attack import (
     admitted,
     dial,
     identity,
-    receive,
     shake,
     undisturbed,
     wait_for_end,
 )
+from initiator import receive
 from rankmesh import codec
 from rankmesh.config import MIB, Config
 from rankmesh.endpoint import Endpoint
