@@ -286,6 +286,32 @@ def test_who_waits_for_room_is_rung_when_there_is_some(links: tuple[ShmLink, Shm
     assert near.send(b"more") == 4
 
 
+@needs_order
+def test_who_writes_to_the_ring_itself_is_rung_when_there_is_room(links: tuple[ShmLink, ShmLink]) -> None:
+    """It finds no room without asking for the bell, and asks before it sleeps."""
+    near, far, _ = polled(links)
+    assert near.writer is not None
+    near.wants_write(True)
+    data = memoryview(bytes(1000))
+    while near.writer.put(begin(b"", len(data)), data):
+        near.after_write()
+    assert not near.arm()
+    assert not is_ready(near)
+    assert far.recv_into(memoryview(bytearray(1 << 20))) > 0
+    assert is_ready(near, SOON)
+    assert near.ready()
+
+
+def test_who_waits_for_room_and_does_not_poll_is_rung_too(links: tuple[ShmLink, ShmLink]) -> None:
+    """It never calls arm(): the write that finds no room asks for the bell."""
+    near, far = links
+    fill(near, 60_000)
+    assert not is_ready(near)
+    assert far.recv_into(memoryview(bytearray(1 << 20))) > 0
+    assert is_ready(near, SOON)
+    assert near.send(b"more") == 4
+
+
 def test_too_many_bells_do_not_block(links: tuple[ShmLink, ShmLink]) -> None:
     """A reader that sleeps, is rung, and never answers."""
     near, far = links
