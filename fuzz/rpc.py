@@ -32,7 +32,7 @@ from rankmesh.rpc import protocol
 from rankmesh.rpc.protocol import Bit, Kind, Why
 from rankmesh.wire.header import DATA_LIMIT, Flag, pack
 from rankmesh.wire.header import Kind as FrameKind
-from sockets import CONFIG, PERIOD, WARM_UP, Case, Finding, Target, check_growth
+from sockets import CONFIG, Case, Finding, Genuine, Target, hunt
 
 NAMES: Final = ("echo", "pooled", "count", "chat", "aecho", "acount", "rankmesh.ref.call", "rankmesh.ref.fetch", "none")
 WHYS: Final = tuple(text for name, text in vars(Why).items() if not name.startswith("_"))
@@ -141,13 +141,8 @@ class Requests(Case):
         self._send(pack(FrameKind.DATA, ident=transfer, nbytes=size) + payload)
 
 
-class Genuine:
+class Caller(Genuine):
     """The client that must notice nothing."""
-
-    def __init__(self, target: Target) -> None:
-        self._endpoint = Endpoint(None, name="genuine", config=CONFIG)
-        self._peer = self._endpoint.connect(target.address)
-        self._count = 0
 
     def check(self) -> None:
         self._count += 1
@@ -158,9 +153,6 @@ class Genuine:
             raise Finding(f"the genuine client noticed something: {error!r}") from error
         if answers != [[self._count, {}], [self._count, {}], [self._count]] or counted != 4950:
             raise Finding(f"the genuine client got {answers} and {counted}")
-
-    def close(self) -> None:
-        self._endpoint.abort()
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------
@@ -222,30 +214,8 @@ def _use(verb: str, peer: Peer) -> None:
 
 
 def fuzz_requests(seed: int, seconds: float, only: int | None) -> Counter[str]:
-    outcomes: Counter[str] = Counter()
     target = Target(__file__)
-    genuine = Genuine(target)
-    warm = descriptors = number = 0
-    deadline = time.monotonic() + seconds
-    try:
-        while time.monotonic() < deadline and (only is None or number < PERIOD):
-            outcomes[Requests(Random(f"{seed}/{number if only is None else only}"), target).run()] += 1
-            number += 1
-            if number % PERIOD == 0:
-                genuine.check()
-                target.check()
-            if number == WARM_UP:
-                warm, descriptors = target.memory, target.descriptors
-        genuine.check()
-        target.check()
-        check_growth(target, warm, descriptors)
-        target.close()
-    except Finding as finding:
-        raise Finding(f"{finding}\nafter case {number}: --seed {seed} --case {number - 1}, or one before") from None
-    finally:
-        genuine.close()
-        target.kill()
-    return outcomes
+    return hunt(target, Caller(target), Requests, seed, seconds, only)
 
 
 def fuzz_replies(seed: int, seconds: float, only: int | None) -> Counter[str]:

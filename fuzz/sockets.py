@@ -35,8 +35,9 @@ from tempfile import TemporaryFile
 from typing import Any, Final
 
 import corpus
+from initiator import shake
+from rankmesh import ANY_TAG, Endpoint, Peer
 from rankmesh.config import MIB, Config
-from rankmesh.endpoint import ANY_TAG, Endpoint, Peer
 from rankmesh.errors import ClosedError, ConnectError, RankmeshError
 from rankmesh.wire.handshake import NONCE_BYTES, Handshake
 from rankmesh.wire.messages import encode
@@ -210,19 +211,18 @@ class Case:
         bad = random.choice(("hello", "auth", "identity")) if random.random() < 0.4 else ""
         if bad:
             self._sock.settimeout(0.05)  # it may wait for more: do not wait with it until its deadline
-        hello = side.start()
-        self._send(corpus.mutate(random, hello) if bad == "hello" else hello)
-        proof = b""
-        while not side.done:
-            data = self._receive(side.wanted)
-            if len(data) < side.wanted:
-                return "hung up on"
-            if proof := side.receive(data):
-                if bad == "identity":
-                    identity = corpus.mutate(random, encode(side.identity))
-                    proof = corpus.proof(hello, data, identity)
-                self._send(corpus.mutate(random, proof) if bad == "auth" else proof)
-        return "admitted"
+        hello = b""
+
+        def say(heard: bytes, words: bytes) -> None:
+            nonlocal hello
+            part = "auth" if heard else "hello"
+            if part == "hello":
+                hello = words
+            elif bad == "identity":
+                words = corpus.proof(hello, heard, corpus.mutate(random, encode(side.identity)))
+            self._send(corpus.mutate(random, words) if bad == part else words)
+
+        return "admitted" if shake(self._sock, side, say) else "hung up on"
 
     def _frames(self) -> str:
         random = self._random
@@ -245,12 +245,6 @@ class Case:
         cuts = sorted(random.randrange(len(data) + 1) for _ in range(random.choice((0, 0, 1, 5))))
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
             self._sock.sendall(data[start:end])
-
-    def _receive(self, nbytes: int) -> bytes:
-        data = b""
-        while len(data) < nbytes and (piece := self._sock.recv(nbytes - len(data))):
-            data += piece
-        return data
 
     def _look(self) -> None:
         """Read what is there; the endpoint must not depend on it."""
@@ -284,6 +278,7 @@ class Genuine:
         self._count = 0
 
     def check(self) -> None:
+        """Raises Finding if it noticed something."""
         self._count += 1
         message, out = b"message %d" % self._count, bytearray(256)
         try:
@@ -298,19 +293,17 @@ class Genuine:
         self._endpoint.abort()
 
 
-def fuzz(seed: int, seconds: float, only: int | None = None) -> Counter[str]:
-    """Run cases for that long. How they went; raises Finding."""
+def hunt(
+    target: Target, genuine: Genuine, case: type[Case], seed: int, seconds: float, only: int | None
+) -> Counter[str]:
+    """Run cases for that long; `only`: that one, PERIOD times. How they went; raises Finding."""
     outcomes: Counter[str] = Counter()
-    target = Target()
-    genuine = Genuine(target)
     warm = descriptors = number = 0
     deadline = time.monotonic() + seconds
     try:
-        while time.monotonic() < deadline:
-            outcomes[Case(Random(f"{seed}/{number if only is None else only}"), target).run()] += 1
+        while time.monotonic() < deadline and (only is None or number < PERIOD):
+            outcomes[case(Random(f"{seed}/{number if only is None else only}"), target).run()] += 1
             number += 1
-            if only is not None and number >= PERIOD:
-                break
             if number % PERIOD == 0:
                 genuine.check()
                 target.check()
@@ -350,7 +343,8 @@ def main(arguments: list[str] | None = None) -> int:
     seed = SystemRandom().randrange(2**32) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
     try:
-        outcomes = fuzz(seed, given.seconds, given.case)
+        target = Target()
+        outcomes = hunt(target, Genuine(target), Case, seed, given.seconds, given.case)
     except Finding as finding:
         print(f"FINDING with seed {seed}\n{finding}", flush=True)
         return 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Self
 
+import initiator
 from rankmesh.config import Config
 from rankmesh.endpoint import Endpoint
 from rankmesh.errors import ClosedError, RankmeshError
@@ -64,6 +66,7 @@ def _serve(talk: Connection, config: Config) -> None:
                     status.source.send(memoryview(message)[: status.nbytes], tag=ECHO)
 
     with Endpoint(name="target", config=config) as endpoint:
+        endpoint._connector.refusals.quiet = 0.1  # what is refused is in the log soon, if only as a number
         thread = threading.Thread(target=echo, args=(endpoint,))
         thread.start()
         talk.send(endpoint.address)
@@ -122,11 +125,25 @@ class Target:
         self.look()
         self.log = ""
 
+    def wait_for_refusals(self, count: int, reason: str = "", timeout: float = 10.0) -> None:
+        try:
+            wait_until(lambda: refused(self.look(), reason) >= count, timeout)
+        except AssertionError:
+            raise AssertionError(f"{count} × {reason!r} was not refused:\n{self.log[:5000]}") from None
+
     def wait_for_log(self, text: str, count: int = 1, timeout: float = 10.0) -> None:
         try:
             wait_until(lambda: self.look().count(text) >= count, timeout)
         except AssertionError:
             raise AssertionError(f"{count} × {text!r} is not in the log:\n{self.log[:5000]}") from None
+
+
+def refused(log: str, reason: str = "") -> int:
+    """How many connections were refused for this reason: those with a line of their own, and those in a number."""
+    count = sum(reason in line for line in re.findall("Refused the connection from .*", log))
+    for line in re.findall("Refused more connections from .*? s: (.*)", log):
+        count += sum(int(number) for number, told in re.findall(r"(\d+) × (.*?)(?=, \d+ × |$)", line) if reason in told)
+    return count
 
 
 class Genuine(threading.Thread):
@@ -195,20 +212,11 @@ def identity(**changes: Any) -> Identity:
     return Identity(**usual | changes)
 
 
-def receive(sock: socket.socket, nbytes: int) -> bytes:
-    """Exactly so many bytes; fewer only at the end of the stream."""
-    data = b""
-    while len(data) < nbytes and (piece := sock.recv(nbytes - len(data))):
-        data += piece
-    return data
-
-
 def shake(sock: socket.socket, token: str = TOKEN, who: Identity | None = None) -> Handshake:
     """Go through the handshake as the initiator. Raises what it raises there."""
     side = Handshake(initiator=True, token=token, identity=who or identity(), nonce=os.urandom(NONCE_BYTES))
-    sock.sendall(side.start())
-    while not side.done:
-        sock.sendall(side.receive(receive(sock, side.wanted)))
+    if not initiator.shake(sock, side, lambda _, words: sock.sendall(words)):
+        raise ConnectionResetError("the target hung up during the handshake")
     return side
 
 

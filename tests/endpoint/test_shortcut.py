@@ -24,6 +24,7 @@ from rankmesh.transport import segment
 from rankmesh.transport.base import Link
 from rankmesh.transport.place import Place
 from rankmesh.transport.shm import ShmListener, ShmTransport
+from rankmesh.wire.messages import Identity
 from timing import scaled, wait_until
 
 SHARED = Carrier("shm", "same host")
@@ -295,6 +296,21 @@ def test_a_listener_that_is_gone_is_not_tried_forever() -> None:
             listener.close()
         peer = left.connect(right.address, timeout=SOON)
         assert peer.transport == ("tcp", "shared memory failed (Connection refused)")
+
+
+def test_a_refusal_over_the_shortcut_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory worked: who is not wanted there is not wanted by the network either, and does not ask again."""
+    with Endpoint(TCP, name="right") as right, Endpoint(TCP, name="left") as left:
+        asked: list[str] = []
+
+        def object_to(identity: Identity) -> str:
+            asked.append(identity.no_shm)
+            return "no strangers here"
+
+        monkeypatch.setattr(right._connector, "_objection", object_to)
+        with pytest.raises(ConnectError, match="no strangers here"):
+            left.connect(right.address, timeout=SOON)
+        assert asked == [""]
 
 
 # ---------------------------------------------------------------------- tokens

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,13 @@ from rankmesh import (
     CodecError,
     Endpoint,
     FunctionNotFound,
+    InternalError,
     InvalidMessage,
     NoConnection,
     PeerLost,
     RemoteError,
     UsageError,
+    Work,
 )
 from rankmesh.config import MIB
 from rankmesh.errors import remote_error
@@ -191,6 +195,37 @@ def test_wrong_verb_is_told(served: Served) -> None:
     with pytest.raises(InvalidMessage, match="stream"):
         next(served.peer.channel("count", 1, timeout=SOON))
     assert still_serves(served)
+
+
+ASYNC: dict[str, Callable[[Served], object]] = {
+    "call": lambda served: served.peer.call("aecho", 1, timeout=SOON),
+    "stream": lambda served: next(served.peer.stream("acount", 3, timeout=SOON)),
+    "channel": lambda served: next(served.peer.channel("achat", "hello", timeout=SOON)),
+}
+
+
+@pytest.mark.parametrize("use", ASYNC.values(), ids=ASYNC)
+def test_event_loop_that_is_closed_is_told(
+    served: Served, use: Callable[[Served], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller does not wait until its deadline, and the server keeps no place for what cannot run."""
+    closed = asyncio.new_event_loop()
+    closed.close()
+    served.server.rpc.use_loop(closed)
+    with pytest.raises(InternalError, match=r"use_loop\(\) is closed"):
+        use(served)
+    served.peer.notify("aecho", 1)
+    wait_until(lambda: served.server.rpc.statistics().get("served_internal") == 2, 10)
+    assert served.server.rpc.statistics()["serving"] == 0
+    assert served.server.rpc.statistics()["serving_bytes"] == 0
+    assert caplog.text.count("use_loop() is closed") == 2
+    with asyncio.Runner() as runner:
+        served.server.rpc.use_loop(runner.get_loop())
+        assert runner.run(_awaited(served.peer.call_async("aecho", 2, timeout=SOON))) == 2
+
+
+async def _awaited(work: Work[Any]) -> Any:
+    return await work
 
 
 def test_lost_server_ends_calls_and_streams(served: Served) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,46 @@ def test_arrays_come_back_writable_and_nested(served: Served, name: str, nbytes:
     if nbytes:
         result["deep"][0][0] ^= 1
         assert not np.array_equal(result["deep"][0], array)
+
+
+Array = np.ndarray[Any, Any]
+DTYPES: list[Any] = [
+    *"?bBhHiIlLqQefdFD", ">i2", ">f8", "S5", "U3", "V4", "M8[ns]", "m8[s]",
+    [("x", "f4"), ("y", "i8", (2,)), ("name", "S3")],
+]  # fmt: skip
+#: What becomes of an array of 24 items.
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "flat": lambda array: array,
+    "0-d": lambda array: array[5:6].reshape(()),
+    "empty": lambda array: array[:0],
+    "empty, of three dimensions": lambda array: array[:0].reshape(4, 0, 3),
+    "Fortran's order": lambda array: np.asfortranarray(array.reshape(4, 6)),
+    "every second": lambda array: array[::2],
+    "backwards": lambda array: array[::-1],
+    "a part": lambda array: array.reshape(4, 6)[1:3, 2:5],
+    "repeated by strides": lambda array: np.broadcast_to(array, (3, 24)),
+    "large": lambda array: np.resize(array, 50_000),
+}
+
+
+def sample(dtype: Any) -> Array:
+    """24 items of which no two are alike, but for booleans."""
+    kind = np.dtype(dtype)
+    return pattern(24 * kind.itemsize).view(kind) if kind.kind == "V" else np.arange(24).astype(kind)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_arrays_of_every_dtype_and_layout(served: Served, layout: Callable[[Array], Array]) -> None:
+    """Alone and all at once, from read-only memory too; what comes back is the caller's own."""
+    arrays = [layout(sample(dtype)) for dtype in DTYPES]
+    for array in arrays[::2]:
+        array.flags.writeable = False
+    alone = [served.peer.call(name, array, timeout=SOON) for name in ("echo", "pooled") for array in arrays]
+    together = served.peer.call("echo", arrays, timeout=SOON)
+    for result, array in zip([*alone, *together], [*arrays, *arrays, *arrays], strict=True):
+        assert (type(result), result.dtype, result.shape) == (np.ndarray, array.dtype, array.shape)
+        assert result.tobytes() == array.tobytes()
+        assert result.flags.writeable
 
 
 def test_arguments_by_place_and_name(served: Served) -> None:

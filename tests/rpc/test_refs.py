@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from calls import Counter, Served, serving
-from peers import SOON, Medium
-from rankmesh import Endpoint, Mesh, RemoteError, UsageError
+from peers import FAULTY, SOON, Medium, router_of
+from rankmesh import BusyError, Endpoint, Mesh, RemoteError, UsageError
 from rankmesh.config import MIB
 from rankmesh.testing import run_world
+from rankmesh.testing.faults import FaultTransport
 from timing import wait_until
 
 
@@ -103,6 +104,40 @@ def test_connection_stays_while_references_are_held(tcp: Medium) -> None:
         ref.release()
         wait_until(lambda: not served.peer.connected, 10)
         assert held(served) == 0
+
+
+def test_release_waits_until_something_may_be_sent(served: Served) -> None:
+    """While the other side is asked whether a quiet connection may go, nothing is sent: nor is it forgotten."""
+    refs = [served.peer.remote("make", start, timeout=SOON) for start in range(3)]
+    outbound, engine = router_of(served.peer).outbound, served.client.hub.engine
+    with engine:
+        outbound.pause()
+    refs.pop().release()
+    refs.clear()
+    gc.collect()
+    wait_until(lambda: not engine.deferred, 10)
+    assert held(served) == 3
+    with engine:
+        outbound.resume()
+    wait_until(lambda: held(served) == 0, 10)
+
+
+def test_release_waits_where_requests_may_not(faults: FaultTransport) -> None:
+    """As many wait as Config.rpc_send_bytes allows, and then some."""
+    with serving(FAULTY, {"rpc_send_bytes": MIB}, rpc_send_bytes=1) as served:
+        refs = [served.peer.remote("make", start, timeout=SOON) for start in range(4)]
+        for link in faults.links:
+            link.stall()
+        send = served.peer.isend(b"the link takes nothing, so this waits, and all behind it")
+        with pytest.raises(BusyError, match="rpc_send_bytes"):
+            served.peer.notify("note", 1)
+        for ref in refs:
+            ref.release()
+        assert held(served) == 4
+        for link in faults.links:
+            link.resume()
+        send.wait(SOON)
+        wait_until(lambda: held(served) == 0, 10)
 
 
 def test_function_that_fails_leaves_no_reference(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,21 @@ def test_idempotent_call_is_tried_again_after_a_reconnect() -> None:
         assert peer.call("safe", 2, timeout=SOON) == 2
         assert server.calls == 3
         assert peer.call("unsafe", 3, timeout=SOON) == 3  # the lost peer's successor takes its place
+
+
+def test_lost_peers_are_forgotten_with_their_last_reference() -> None:
+    """A client may outlive thousands of servers."""
+    with flaky() as (server, client, peer):
+        successors = client.rpc._successors
+        for lives in range(1, 4):
+            server.die_at = server.calls + 2
+            assert [peer.call("safe", value, timeout=SOON) for value in (1, 2)] == [1, 2]
+            assert [*successors] == [peer]
+            assert server.calls == 3 * lives
+            successor = successors[peer]
+            assert isinstance(successor, Peer)
+            peer = successor
+            wait_until(lambda: gc.collect() >= 0 and not successors, 10)  # a peer and its router know each other
 
 
 def test_other_calls_are_not_tried_again() -> None:

@@ -10,7 +10,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import monotonic
 
 import pytest
@@ -20,9 +20,10 @@ from leaks import descriptors
 from rankmesh.config import KIB, MIB, Config
 from rankmesh.testing.pump import connect_pair, is_ready, retry, transfer, wait_any
 from rankmesh.transport import Address, Link, segment, shm
+from rankmesh.transport.notices import MAX_SHARED
 from rankmesh.transport.ring import BELL, FREED, HEAD, SLOT_BYTES, begin
 from rankmesh.transport.segment import CELLS, MAGIC, PROOF_BYTES, SEGMENT_BYTES
-from rankmesh.transport.shm import MAX_SHARED, ShmLink, ShmListener, ShmTransport
+from rankmesh.transport.shm import ShmLink, ShmListener, ShmTransport
 from timing import scaled
 
 SHM = ShmTransport()
@@ -192,6 +193,27 @@ def test_another_user_is_sent_away(listener: ShmListener) -> None:
     far.close()
 
 
+def test_strangers_are_sent_away_one_at_a_time(listener: ShmListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd of them does not keep who drives from other connections, and those behind them get their turn."""
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(caller(listener)) for _ in range(5)]
+        ours = os.geteuid()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: ours + 1)
+            for number, sock in enumerate(crowd[:-1], start=1):
+                with pytest.raises(BlockingIOError):
+                    listener.accept()
+                assert sock.recv(1) == b"", "this one was sent away"
+                crowd[number].setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    crowd[number].recv(1)
+                crowd[number].settimeout(SOON)
+                assert wait_any([listener], 0)
+        link = listener.accept()
+        assert link.remote.endswith(f"#{os.getpid()}")
+        link.abort()
+
+
 def test_a_caller_that_dies_before_its_opening(listener: ShmListener) -> None:
     with Child(lambda: SHM.connect(listener.address, CONFIG)):
         assert wait_any([listener], SOON)
@@ -261,6 +283,32 @@ def test_who_waits_for_room_is_rung_when_there_is_some(links: tuple[ShmLink, Shm
     assert is_ready(near, SOON)
     assert near.ready()
     near.answer_bell()
+    assert near.send(b"more") == 4
+
+
+@needs_order
+def test_who_writes_to_the_ring_itself_is_rung_when_there_is_room(links: tuple[ShmLink, ShmLink]) -> None:
+    """It finds no room without asking for the bell, and asks before it sleeps."""
+    near, far, _ = polled(links)
+    assert near.writer is not None
+    near.wants_write(True)
+    data = memoryview(bytes(1000))
+    while near.writer.put(begin(b"", len(data)), data):
+        near.after_write()
+    assert not near.arm()
+    assert not is_ready(near)
+    assert far.recv_into(memoryview(bytearray(1 << 20))) > 0
+    assert is_ready(near, SOON)
+    assert near.ready()
+
+
+def test_who_waits_for_room_and_does_not_poll_is_rung_too(links: tuple[ShmLink, ShmLink]) -> None:
+    """It never calls arm(): the write that finds no room asks for the bell."""
+    near, far = links
+    fill(near, 60_000)
+    assert not is_ready(near)
+    assert far.recv_into(memoryview(bytearray(1 << 20))) > 0
+    assert is_ready(near, SOON)
     assert near.send(b"more") == 4
 
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from rankmesh.endpoint.admission import Admission, Closed
 from rankmesh.endpoint.pool import Verdict, judge
+from rankmesh.endpoint.refusals import Refusals
 from rankmesh.endpoint.shortcut import NETWORKED, Shortcut, carrier
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ConfigError, ConnectError, RankmeshError
@@ -234,6 +235,7 @@ class Connector:
         self._accepting: dict[Admission, None] = {}
         self._dialing: dict[Admission, Dial] = {}
         self.shortcut = Shortcut(hub.config)
+        self.refusals = Refusals(hub.engine)
 
     @property
     def place(self) -> str:
@@ -452,8 +454,10 @@ class Connector:
         # No stranger comes over shared memory: who hangs up there has changed its mind, or ended.
         known = uid is not None or admission.link.remote.startswith("shm://")
         dropped = isinstance(error, Closed | ConnectionError) and known
-        level = logging.DEBUG if duplicate or dropped else logging.WARNING
-        logger.log(level, "Refused the connection from %s: %s.", admission.link.remote, text)
+        if duplicate or dropped:
+            logger.debug("Refused the connection from %s: %s.", admission.link.remote, text)
+        else:
+            self.refusals.add(admission.link.remote, text)
 
     def _dial_refused(self, admission: Admission, error: Exception) -> None:
         dial = self._dialing.pop(admission)
@@ -475,6 +479,7 @@ class Connector:
             admission.drop()
         self._accepting.clear()
         self._dialing.clear()
+        self.refusals.close()
         return waiting
 
 

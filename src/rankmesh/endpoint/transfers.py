@@ -127,7 +127,7 @@ class Posted(Work[Status]):
             engine.acquire()
         try:
             self._enter()
-            if not self.finished:
+            if not self.finished:  # await_end(None), written out: a call less for every receive
                 try:
                     engine.drive(self, self.began + self.timeout)
                 except BaseException:

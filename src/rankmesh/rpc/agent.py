@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 from rankmesh import trace
 from rankmesh.codec import pack_plain
@@ -64,8 +65,8 @@ class RpcAgent:
         self._learn = self._idempotent.add
         #: (function, timeout) → how a plain call of it begins.
         self._prefixes: dict[tuple[str, float], bytes] = {}
-        #: Peer that was lost → its successor, by which it was reached again.
-        self._successors: dict[Peer, Peer] = {}
+        #: Peer that was lost → its successor, by which it was reached again; for as long as anybody has the lost one.
+        self._successors: WeakKeyDictionary[Peer, Peer] = WeakKeyDictionary()
         endpoint.attach(SERVICE, self._server.on_request, Prompt(self._server).on_request, self)
 
     # ------------------------------------------------------------------ offering functions

@@ -270,18 +270,14 @@ class Call(Outgoing):
 
     def wait_with_lock(self) -> None:
         """Look for the reply, and then drive until it is there. With the lock."""
-        if self.finished:
-            return
-        try:
-            if self.hint is not None:
+        if not self.finished and self.hint is not None:
+            try:
                 self.hint.await_reply(self)
-            if not self.finished:
-                self._engine.drive(self, self.began + self.timeout)
-        except BaseException:
-            self._interrupted()
-            raise
+            except BaseException:
+                self._interrupted()
+                raise
         if not self.finished:
-            self._give_up(self._late(self.timeout))
+            self.await_end(None)
 
     def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
         plain = service == SERVICE and len(payload) > _REPLY_BYTES and _head_of(payload) == _PLAIN_RESULT

@@ -38,15 +38,18 @@ class Loop:
             self._loop = loop
 
     def spawn(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `make()` as a task there. From any thread, without the engine's lock."""
+        """Run `make()` as a task there. From any thread, without the engine's lock. Raises Refusal if there is nobody
+        to run it."""
         with self._lock:
             if self._closed:
-                return
+                raise Refusal(Why.CANCELLED, "The endpoint is closed.")
             loop = self._loop or self._start()
         try:
             loop.call_soon_threadsafe(self._create, make)
-        except RuntimeError:  # the user's loop was closed: there is nobody to run it, and callers reach their deadline
-            logger.warning("The event loop given to use_loop() is closed: async handlers cannot run.")
+        except RuntimeError:  # the user's loop was closed
+            text = "The event loop given to use_loop() is closed: async handlers cannot run. Give it one that runs."
+            logger.warning(text)
+            raise Refusal(Why.INTERNAL, text) from None
 
     def _create(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(make())

@@ -215,7 +215,7 @@ class Streams:
         def spawn() -> None:
             from rankmesh.rpc import loop
 
-            server.loop.spawn(lambda: loop.produce(serving))
+            server.spawn(call, lambda: loop.produce(serving))
 
         server.engine.defer(spawn)
 

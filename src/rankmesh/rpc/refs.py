@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
 from rankmesh.endpoint.router import Router
-from rankmesh.errors import UsageError
+from rankmesh.endpoint.transfers import Send
+from rankmesh.errors import BusyError, UsageError
 from rankmesh.rpc.context import CallContext, current_call
 from rankmesh.rpc.protocol import SERVICE, read_release, release
 from rankmesh.rpc.registry import Function
 from rankmesh.rpc.server import Server
+from rankmesh.wire.header import Flag
 from rankmesh.wire.header import Kind as FrameKind
 
 if TYPE_CHECKING:
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 #: Names of the functions by which references are used; users' functions cannot have them by accident.
 _CALL: Final = "rankmesh.ref.call"
 _FETCH: Final = "rankmesh.ref.fetch"
+#: Seconds until an owner is told again that a reference was let go of, where too much waits for it already.
+TELL_AGAIN: Final = 0.1
+_REQUEST: Final = int(FrameKind.REQUEST)
+_REQUEST_FLAG: Final = int(Flag.REQUEST)
 
 
 class RefHandle(msgspec.Struct, frozen=True):
@@ -145,10 +152,21 @@ class References:
             self._engine.defer(lambda: _forget(value))  # its destructor is the user's code
 
     def tell_release(self, router: Router, number: int) -> None:
-        """Tell the owner that this side let go. Takes the lock."""
+        """Tell the owner that this side let go: now, or when its turn comes. Takes the lock."""
         with self._engine:
-            if not router.gone and not router.hub.closed:
-                router.outbound.send_rpc(int(FrameKind.REQUEST), 0, SERVICE, 0, release([number]))
+            self._tell(router, release([number]))
+
+    def _tell(self, router: Router, body: bytes) -> None:
+        if router.gone or router.hub.closed:
+            return  # and with that nothing is held any more
+        outbound = router.outbound
+        try:
+            if outbound.send_rpc(_REQUEST, 0, SERVICE, 0, body) or router.gone:
+                return
+            parts, timeout = [memoryview(body)], self._server.config.timeout
+            outbound.start(Send(router, "release at", SERVICE, 0, _REQUEST_FLAG, parts, len(body), timeout))
+        except BusyError:  # an object that is not released would stay for as long as this side is connected
+            self._engine.call_at(monotonic() + TELL_AGAIN, lambda: self._tell(router, body))
 
     # ------------------------------------------------------------------ functions that holders call
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -284,7 +284,17 @@ class Server:
     def _spawn(self, call: CallContext) -> None:
         from rankmesh.rpc.loop import serve
 
-        self.loop.spawn(lambda: serve(self, call))
+        self.spawn(call, lambda: serve(self, call))
+
+    def spawn(self, call: CallContext, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `make()` on the event loop; it finishes the call. One that cannot run there is finished here."""
+        try:
+            self.loop.spawn(make)
+        except Refusal as refusal:
+            with self.engine:
+                if call.state is not None:
+                    call.state.cancelled()
+                self.finish(call, refusal.answer(), refusal.why)
 
     def evaluate(self, call: CallContext) -> Answer | None:
         """Run the handler of a plain call. None: nobody waits for an answer."""

@@ -8,7 +8,7 @@ together, carries the bells, and ends when its process does, however that ends.
     reads the other proof in the memory   ←      ANSWER: the proof it read, and its own
 
 Bells are bytes on the socket: one for "there is something to read" and for "there is room", whichever the other side
-sleeps for. Descriptors of further segments (arenas) travel there too, between bells. Two ways to use a link:
+sleeps for. Between bells there may be notices of further segments, of arenas (notices.py). Two ways to use a link:
 
 - as it is: it arms its bell whenever it would block, and `fileno()` polls ready as base.py says;
 - polled (after `start_polling()`): whoever drives looks at `ready()`, which costs no system call, calls `arm()` before
@@ -20,7 +20,6 @@ x86 only: elsewhere (ORDERED is False) every write rings and nothing is polled, 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import platform
 import secrets
@@ -29,7 +28,6 @@ import socket
 import struct
 import threading
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -38,8 +36,9 @@ from rankmesh.config import Config
 from rankmesh.transport import segment
 from rankmesh.transport.address import Address
 from rankmesh.transport.base import Link
-from rankmesh.transport.ring import BELL, ENDED, OPEN, RESET, ROOM, STATE, RingReader, RingWriter, corrupt
-from rankmesh.transport.segment import CELLS, PROOF_BYTES, Segment, check, take_back
+from rankmesh.transport.notices import BELL_BYTE, MAX_SHARED, Notices
+from rankmesh.transport.ring import BELL, ENDED, OPEN, RESET, ROOM, STATE, RingReader, RingWriter
+from rankmesh.transport.segment import CELLS, PROOF_BYTES, Segment, take_back
 
 #: Stores are seen in the order in which they were made: rings may be polled, and bells left unrung.
 ORDERED: Final = platform.machine() in ("x86_64", "AMD64", "i686", "i386")
@@ -48,12 +47,6 @@ _OPENING = struct.Struct(f"<8s{PROOF_BYTES}s")
 _ANSWER = struct.Struct(f"<{PROOF_BYTES}s{PROOF_BYTES}s")
 _CREDENTIALS = struct.Struct("3i")
 _BELLS: Final = 4096
-_BELL: Final = b"!"
-#: A segment of an arena is shared (with its descriptor), or no longer: its number and its size.
-_NOTICE = struct.Struct("<cQQ")
-_SHARED, _UNSHARED = b"+", b"-"
-#: Segments of one peer's that are mapped here at once.
-MAX_SHARED: Final = 64
 
 
 class ShmLink:
@@ -79,10 +72,8 @@ class ShmLink:
         self._polled = False
         #: The other side's process has closed its end, or is gone.
         self._hung_up = False
-        self.shared: dict[int, memoryview] = {}
-        self._notices = b""
-        #: Descriptors that came, in order, for the notices they came with; -1: this process could open no more.
-        self._descriptors: deque[int] = deque()
+        self._notices = Notices(sock)
+        self.shared = self._notices.shared
         #: What the other side wrote is wrong: the next read or write says so.
         self._fault: OSError | None = None
         #: Taking and giving it back is a full memory barrier: by its instructions on x86, elsewhere by the bell's
@@ -199,7 +190,7 @@ class ShmLink:
         """Wake the other side. A full socket means that it has not answered thousands of bells: it will. One that has
         closed its end may have read everything before: the next write fails, this one has not."""
         try:
-            self._sock.send(_BELL)
+            self._sock.send(BELL_BYTE)
         except BlockingIOError:
             pass
         except (BrokenPipeError, ConnectionResetError):
@@ -238,22 +229,19 @@ class ShmLink:
             return
         if not rung:
             self._hung_up = True
-        self._descriptors += fds
-        if flags & socket.MSG_CTRUNC:
-            self._descriptors.append(-1)
         try:
-            self._take_notices(rung)
+            self._notices.take(rung, fds, bool(flags & socket.MSG_CTRUNC))
         except OSError as error:
             self._fault = error
 
-    def _take_notices(self, rung: bytes) -> None:
-        notices = (self._notices + rung).lstrip(_BELL)
-        while len(notices) >= _NOTICE.size:
-            self._noticed(*_NOTICE.unpack_from(notices))
-            notices = notices[_NOTICE.size :].lstrip(_BELL)
-        self._notices = notices
-        if len(self._descriptors) > MAX_SHARED:
-            raise corrupt("descriptors that belong to nothing")
+    def _show(self) -> None:
+        """Make `fileno()` poll what `ready()` says, for who does not call it: a socket is always writable."""
+        if self._epoll.closed or self._polled:
+            return
+        mask = select.EPOLLIN | select.EPOLLOUT if self.ready() else select.EPOLLIN
+        if mask != self._watched:
+            self._watched = mask
+            self._epoll.modify(self._sock.fileno(), mask)
 
     # ------------------------------------------------------------------ arenas
 
@@ -268,42 +256,10 @@ class ShmLink:
         return self._segment.their_cells
 
     def share(self, segment: int, fd: int, nbytes: int) -> bool:
-        notice = _NOTICE.pack(_SHARED, segment, nbytes)
-        try:
-            return socket.send_fds(self._sock, [notice], [fd]) == len(notice)
-        except OSError:  # not now, or never again; or too many descriptors are on their way
-            return False
+        return self._notices.share(segment, fd, nbytes)
 
     def unshare(self, segment: int) -> None:
-        try:
-            self._sock.send(_NOTICE.pack(_UNSHARED, segment, 0))
-        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-            pass  # the other side keeps its mapping until the connection ends: memory, but nothing wrong
-
-    def _noticed(self, what: bytes, segment: int, nbytes: int) -> None:
-        if what == _UNSHARED:
-            self.shared.pop(segment, None)
-            return
-        if what != _SHARED or not nbytes or not self._descriptors:
-            raise corrupt(f"a notice {what!r} of segment {segment} with {nbytes} bytes")
-        fd = self._descriptors.popleft()
-        if fd < 0:
-            return
-        try:
-            check(fd, nbytes)
-            if len(self.shared) < MAX_SHARED:
-                self.shared[segment] = memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
-        finally:
-            os.close(fd)
-
-    def _show(self) -> None:
-        """Make `fileno()` poll what `ready()` says, for who does not call it: a socket is always writable."""
-        if self._epoll.closed or self._polled:
-            return
-        mask = select.EPOLLIN | select.EPOLLOUT if self.ready() else select.EPOLLIN
-        if mask != self._watched:
-            self._watched = mask
-            self._epoll.modify(self._sock.fileno(), mask)
+        self._notices.unshare(segment)
 
     # ------------------------------------------------------------------ bytes
 
@@ -402,11 +358,7 @@ class ShmLink:
                 for cell in range(CELLS):  # whatever the other side is copying from here: not any more
                     take_back(self._segment.cells, cell)
             self._segment.close()
-        self.shared.clear()
-        for fd in self._descriptors:
-            if fd >= 0:
-                os.close(fd)
-        self._descriptors.clear()
+        self._notices.close()
         if self._opening is not None:
             os.close(self._opening[1])
             self._opening = None
@@ -452,14 +404,15 @@ class ShmListener:
         return self._sock.fileno()
 
     def accept(self) -> Link:
-        """The next caller of our own user; others are sent away."""
-        while True:
-            sock, _ = self._sock.accept()
-            sock.setblocking(False)
-            pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-            if uid == os.geteuid():
-                return ShmLink(sock, str(self.address), f"{self.address}#{pid}", connecting=False)
+        """The next caller, if it is of our own user. Another is sent away, and that is all for now: a crowd of them
+        must not keep who drives from other connections, and the listener stays ready for those behind."""
+        sock, _ = self._sock.accept()
+        sock.setblocking(False)
+        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.geteuid():
             sock.close()
+            raise BlockingIOError(errno.EAGAIN, "the caller was of another user")
+        return ShmLink(sock, str(self.address), f"{self.address}#{pid}", connecting=False)
 
     def close(self) -> None:
         self._sock.close()
