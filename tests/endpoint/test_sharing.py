@@ -33,6 +33,7 @@ from rankmesh.endpoint import sharing
 from rankmesh.endpoint.incoming import Incoming
 from rankmesh.endpoint.lanes import Frame, Lane
 from rankmesh.endpoint.sharing import PIECE_BYTES
+from rankmesh.endpoint.transfers import Landing
 from rankmesh.errors import TransferAborted
 from rankmesh.testing.world import run_world
 from rankmesh.transport.base import PolledLink
@@ -51,15 +52,15 @@ Array = np.ndarray[Any, Any]
 
 @pytest.fixture
 def data_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of all DATA frames that arrive."""
+    """The sizes of all pieces that arrive in DATA frames."""
     sizes: list[int] = []
-    real = Incoming.on_data
+    real = Incoming._piece_landed
 
-    def count(self: Incoming, header: tuple[int, ...]) -> None:
-        sizes.append(header[6])
-        real(self, header)
+    def count(self: Incoming, landing: Landing, nbytes: int) -> None:
+        sizes.append(nbytes)
+        real(self, landing, nbytes)
 
-    monkeypatch.setattr(Incoming, "on_data", count)
+    monkeypatch.setattr(Incoming, "_piece_landed", count)
     return sizes
 
 

@@ -19,7 +19,6 @@ from rankmesh import (
     CodecError,
     Endpoint,
     FunctionNotFound,
-    InternalError,
     InvalidMessage,
     NoConnection,
     PeerLost,
@@ -212,10 +211,10 @@ def test_event_loop_that_is_closed_is_told(
     closed = asyncio.new_event_loop()
     closed.close()
     served.server.rpc.use_loop(closed)
-    with pytest.raises(InternalError, match=r"use_loop\(\) is closed"):
+    with pytest.raises(RuntimeError, match=r"use_loop\(\) is closed"):
         use(served)
     served.peer.notify("aecho", 1)
-    wait_until(lambda: served.server.rpc.statistics().get("served_internal") == 2, 10)
+    wait_until(lambda: served.server.rpc.statistics().get("served_raised") == 2, 10)
     assert served.server.rpc.statistics()["serving"] == 0
     assert served.server.rpc.statistics()["serving_bytes"] == 0
     assert caplog.text.count("use_loop() is closed") == 2

@@ -139,6 +139,28 @@ def test_put_writes_one_record_or_nothing() -> None:
     assert drain(reader) == header + content(0, 1000)
 
 
+def test_a_small_and_a_large_record_are_written_and_taken_together() -> None:
+    writer, reader = ends()
+    for number in range(3 * SLOTS):
+        header, data = b"header%d" % number, content(number, SLOT_BYTES - number)
+        assert writer.has_slot()
+        assert writer.put_both(header, data)
+        at = reader.front()
+        assert reader.data[at : at + reader.size] == header
+        assert reader.slot_behind(len(data) + 1) is None
+        slot = reader.slot_behind(len(data))
+        assert slot == data
+        reader.pop_both()
+        assert not reader.ready()
+        reader.tell()
+    for _ in range(SLOTS):
+        assert writer.put_both(b"header", content(0, 100_000))
+    assert not writer.has_slot()
+    assert not writer.put_both(b"header", content(0, 100_000))
+    assert drain(reader) == SLOTS * (b"header" + content(0, 100_000))
+    assert writer.put_both(b"header", content(0, 1))
+
+
 def test_it_is_time_to_tell_before_the_writer_could_be_short_of_room() -> None:
     writer, reader = ends()
     told = 0
@@ -163,6 +185,8 @@ OPS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["write", "read", "read"]), SIZES),
         st.tuples(st.just("put"), st.integers(0, INLINE_MOST)),
+        st.tuples(st.just("put_both"), st.integers(1, SLOT_BYTES)),
+        st.tuples(st.just("front_both"), st.sampled_from([1, INLINE_MOST, SLOT_BYTES])),
         st.tuples(st.sampled_from(["front", "tell", "room"]), st.just(0)),
     ),
     min_size=1,
@@ -195,6 +219,27 @@ class Model:
         data = content(self.sent, nbytes)
         if self.writer.put(begin(b"header", nbytes), data):
             self._went(memoryview(b"header" + data))
+
+    def put_both(self, nbytes: int) -> None:
+        data, had_slot = content(self.sent, nbytes), self.writer.has_slot()
+        if self.writer.put_both(b"header", data):
+            assert had_slot
+            self._went(memoryview(b"header" + data))
+
+    def front_both(self, nbytes: int) -> None:
+        """Take a small record and a large one behind it, of whatever size that has, if they are there."""
+        if self.reader.front() < 0:
+            return
+        size = self.reader.size
+        sizes = {nbytes, *(len(self.between) - size - other for other in (0, 1))}
+        for expected in sorted(size for size in sizes if 0 < size <= SLOT_BYTES):
+            slot = self.reader.slot_behind(expected)
+            if slot is not None:
+                assert slot == self.between[size : size + expected]
+                self.between = self.between[size + expected :]
+                self.reader.pop_both()
+                self.reader.tell()
+                return
 
     def _went(self, data: memoryview) -> None:
         self.between += data
@@ -352,6 +397,48 @@ def test_freed_slots_that_turn_back_are_an_error() -> None:
         writer.write([content(0, SLOT_BYTES)])
 
 
+WORDS = st.one_of(
+    st.integers(0, 1 << 20), st.integers(0, (1 << 64) - 1), st.sampled_from([INLINE, SLOT]).map(lambda k: k + 100)
+)
+
+
+def _read(reader: RingReader) -> None:
+    out = bytearray(b"\xdd") * 10_000
+    count = reader.read(memoryview(out)[:5000])
+    assert 0 <= count <= 5000
+    assert out[5000:] == b"\xdd" * 5000
+
+
+def _front(reader: RingReader) -> None:
+    at = reader.front()
+    assert at == -1 or WORD <= at <= at + reader.size <= RING_BYTES
+    if at >= 0:
+        reader.pop()
+
+
+def _behind(reader: RingReader, nbytes: int) -> None:
+    slot = reader.slot_behind(nbytes) if reader.front() >= 0 else None
+    assert slot is None or slot.nbytes == nbytes <= SLOT_BYTES
+
+
+ACTIONS: dict[str, Callable[[st.DataObject, RingWriter, RingReader], object]] = {
+    "write": lambda data, writer, reader: writer.write([content(0, 5000)]),
+    "large": lambda data, writer, reader: writer.write([content(0, INLINE_MOST + 1)]),
+    "put": lambda data, writer, reader: writer.put(begin(b"", 5000), content(0, 5000)),
+    "both": lambda data, writer, reader: writer.put_both(bytes(40), content(0, SLOT_BYTES)),
+    "room": lambda data, writer, reader: writer.has_room(),
+    "read": lambda data, writer, reader: _read(reader),
+    "front": lambda data, writer, reader: _front(reader),
+    "behind": lambda data, writer, reader: _behind(
+        reader, data.draw(st.sampled_from([100, SLOT_BYTES, SLOT_BYTES + 1]))
+    ),
+    "control": lambda data, writer, reader: reader.control.__setitem__(
+        data.draw(st.sampled_from([TAIL, HEAD, FREED])), data.draw(WORDS)
+    ),
+    "record": lambda data, writer, reader: record_at(reader, data.draw(WORDS)),
+}
+
+
 @settings(max_examples=80)
 @given(st.data())
 def test_rubbish_in_the_control_words_and_records_never_leads_out_of_bounds(data: st.DataObject) -> None:
@@ -361,35 +448,10 @@ def test_rubbish_in_the_control_words_and_records_never_leads_out_of_bounds(data
     memory = memoryview(backing)[guard:-guard]
     memory[:] = bytes(DIRECTION_BYTES)
     writer, reader = RingWriter(memory), RingReader(memory)
-    word = st.one_of(
-        st.integers(0, 1 << 20), st.integers(0, (1 << 64) - 1), st.sampled_from([INLINE, SLOT]).map(lambda k: k + 100)
-    )
     found = "nothing corrupt"
     for _ in range(data.draw(st.integers(1, 12))):
         try:
-            match data.draw(st.sampled_from(["write", "large", "put", "read", "front", "room", "control", "record"])):
-                case "write":
-                    writer.write([content(0, 5000)])
-                case "large":
-                    writer.write([content(0, INLINE_MOST + 1)])
-                case "put":
-                    writer.put(begin(b"", 5000), content(0, 5000))
-                case "read":
-                    out = bytearray(b"\xdd") * 10_000
-                    count = reader.read(memoryview(out)[:5000])
-                    assert 0 <= count <= 5000
-                    assert out[5000:] == b"\xdd" * 5000
-                case "front":
-                    at = reader.front()
-                    assert at == -1 or WORD <= at <= at + reader.size <= RING_BYTES
-                    if at >= 0:
-                        reader.pop()
-                case "room":
-                    writer.has_room()
-                case "control":
-                    reader.control[data.draw(st.sampled_from([TAIL, HEAD, FREED]))] = data.draw(word)
-                case _:
-                    record_at(reader, data.draw(word))
+            ACTIONS[data.draw(st.sampled_from(sorted(ACTIONS)))](data, writer, reader)
         except OSError as error:
             found = str(error)
             break

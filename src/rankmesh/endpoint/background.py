@@ -7,7 +7,7 @@ import threading
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Final
 
-from rankmesh.endpoint.waiting import EVENTS, Hint, Parker, poll_timeout
+from rankmesh.endpoint.waiting import EVENTS, Hint, Parker, Spin, poll_timeout
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.progress import Engine
@@ -30,8 +30,11 @@ class Background:
     hint: Hint | None = None
     parker: Parker | None = None
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, spin: float) -> None:
         self._engine = engine
+        #: Whether polling pays off for those who lead on behalf of everybody: what they wait for in vain says nothing
+        #: about those who know what they wait for.
+        self.spin = Spin(spin)
         self._nap_lock = threading.Lock()
         self._nap_lock.acquire()
         #: It sleeps until it is woken: a leader that leaves does so.
@@ -102,6 +105,13 @@ class Background:
         engine.acquire()
         return True
 
+    def _take_lock_again(self) -> None:
+        """After a poll. Somebody who has taken the lead meanwhile shall not be asked to make room."""
+        if self._engine.leader is self:
+            self._engine.acquire()
+        else:
+            self._engine.lock.acquire()
+
     def _lead(self) -> None:
         engine = self._engine
         engine.leader = self
@@ -127,7 +137,7 @@ class Background:
                 if engine.backlog:  # a copy goes on
                     engine.glance()
                     continue
-                if engine.spin.worthwhile() and (self._attend() or self._poll()):
+                if self.spin.worthwhile() and (self._attend() or self._poll()):
                     continue
                 if engine.looks and engine.arm():
                     continue
@@ -136,7 +146,7 @@ class Background:
                 try:
                     events = engine.poll(poll_timeout(engine.timers.next - now), EVENTS)
                 finally:
-                    engine.acquire()
+                    self._take_lock_again()
                     self.sleeping = False
                 if engine.leader is self:
                     engine.dispatch(events)
@@ -158,7 +168,7 @@ class Background:
         if engine.steps == steps:
             self.hint = None
             return False
-        engine.spin.hit()
+        self.spin.hit()
         return True
 
     def _poll(self) -> bool:
@@ -171,14 +181,14 @@ class Background:
             try:
                 events = engine.poll(0, EVENTS)
             finally:
-                engine.acquire()
+                self._take_lock_again()
             if engine.leader is not self or engine.closed:
                 return True
             if engine.look_around() or events:
                 engine.dispatch(events)
-                engine.spin.hit()
+                self.spin.hit()
                 return True
             now = perf_counter()
             if now >= end or now - began > SLOW_POLL:
-                engine.spin.miss()
+                self.spin.miss()
                 return False

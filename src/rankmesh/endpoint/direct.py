@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from rankmesh.endpoint.outbound import RPC, RPC_FLAG
-from rankmesh.transport.ring import LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader, begin
+from rankmesh.transport.ring import BELL, LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader, begin
 from rankmesh.wire.credit import OVERHEAD, CreditIn, batch
 from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Kind
 
@@ -36,6 +36,7 @@ _unpack_from = HEADER.unpack_from
 _EAGER: Final = int(Kind.EAGER)
 _REQUEST: Final = int(Kind.REQUEST)
 _REPLY: Final = int(Kind.REPLY)
+_DATA: Final = int(Kind.DATA)
 _REPLY_FLAG: Final = RPC_FLAG[_REPLY]
 #: How a message's record begins in a ring: the record's word, and the header.
 _PREFIX_BYTES: Final = WORD + HEADER_BYTES
@@ -280,6 +281,8 @@ class RingPath(Direct):
         super().__init__(inbound, credit, eager_limit)
         self._link = link
         self._ring = ring
+        #: The last time it let others run it waited in vain, and long enough.
+        self._vain = False
         #: Which of RING_LOOKS, as the core's crowdedness has it.
         self._looks = MOST_LOOKS
 
@@ -287,6 +290,8 @@ class RingPath(Direct):
         """Look until something is there. False: in vain, or others need the lock."""
         ring = self._ring
         control, head = ring.control, ring.head
+        if control[BELL]:
+            control[BELL] = 0  # who polls need not be rung for; who sleeps next puts it up
         for _ in RING_LOOKS[self._looks]:
             if control[TAIL] != head:
                 return True
@@ -295,9 +300,10 @@ class RingPath(Direct):
     def _let_others_run(self) -> bool:
         """Look on until something is there, while whoever else could run on this core runs in between: where ranks
         outnumber cores, polling without that would keep the sender from sending, and sleeping costs ten times as much.
-        False: in vain, or others need the lock."""
+        False: in vain (`_vain`), or others need the lock, or something came over another connection."""
         engine, ring = self._engine, self._ring
         control, head = ring.control, ring.head
+        self._vain = False
         began = perf_counter()
         sched_yield()
         crowded = perf_counter() - began > CROWDED
@@ -311,18 +317,18 @@ class RingPath(Direct):
                 sched_yield()
                 if control[TAIL] != head:
                     return True
-            if engine.contenders:
-                return False
             rounds += 1
-            if perf_counter() >= end or (not rounds % ROUNDS and (engine.poll(0, 1) or engine.any_ready())):
-                engine.spin.miss()
+            if engine.contenders or (not rounds % ROUNDS and (engine.poll(0, 1) or engine.any_ready())):
+                return False
+            if perf_counter() >= end:
+                self._vain = True
                 return False
 
     def attend(self, work: Waited) -> bool:
         inbound, engine, streak = self._inbound, self._engine, STREAK
         while inbound.calm and inbound.direct is self and not (work.finished or engine.writers or engine.deferred):
             if not self._wait():
-                return not engine.contenders
+                return self._vain
             self.read_one()
             streak -= 1
             if not streak:
@@ -334,6 +340,8 @@ class RingPath(Direct):
         if not (self._engine.may_look() and inbound.calm and inbound.direct is self) or call.finished:
             return
         if not self._wait():
+            if self._vain:
+                self._engine.spin.miss()
             return
         at = ring.front()
         if at >= 0 and ring.size > HEADER_BYTES:
@@ -356,11 +364,15 @@ class RingPath(Direct):
             if nbytes != self._nbytes or tag != self._tag or group != self._group:
                 self._expect(group, tag, nbytes)
             control, head = ring.control, ring.head
+            if control[BELL]:
+                control[BELL] = 0  # as in `_wait`
             for _ in RING_LOOKS[self._looks]:
                 if control[TAIL] != head:
                     break
             else:
                 if not self._let_others_run():
+                    if self._vain:
+                        engine.spin.miss()
                     return False
             at = head & MASK
             end = at + _PREFIX_BYTES + nbytes
@@ -381,6 +393,29 @@ class RingPath(Direct):
             engine.lock.release()
             if engine.deferred or engine.contenders:
                 engine.after_release()
+
+    def read_bulk(self) -> int:
+        """Receive the next piece of a transfer, if all of it is here, right into its place. How many bytes that were;
+        0: the general way deals with what there is."""
+        ring, incoming = self._ring, self._inbound.incoming
+        at = ring.front()
+        if at < 0 or ring.size != HEADER_BYTES:
+            return 0
+        version, kind, _, _, _, ident, nbytes, offset = _unpack_from(ring.data, at)
+        if kind != _DATA or version != VERSION:
+            return 0
+        view = incoming.place(ident, offset, nbytes)
+        slot = None if view is None else ring.slot_behind(nbytes)
+        if view is None or slot is None:
+            return 0
+        view[:] = slot
+        ring.pop_both()
+        self._link.after_read()
+        inbound = self._inbound
+        inbound.heard = True
+        inbound.frames += 1
+        incoming.landed(ident, nbytes)
+        return HEADER_BYTES + int(nbytes)
 
     def _take(self, at: int) -> memoryview:
         """The payload of the message at the front, out of the ring: what is in it may be overwritten."""

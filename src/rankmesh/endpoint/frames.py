@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
-from rankmesh.wire.header import HEADER_BYTES, Kind, pack
+from rankmesh.transport.ring import INLINE_MOST
+from rankmesh.wire.header import DATA_LIMIT, HEADER_BYTES, Kind, pack
 from rankmesh.wire.messages import Control, encode
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.router import PeerRouter
     from rankmesh.transport.base import Link
+    from rankmesh.transport.ring import RingWriter
 
 #: Bytes read or written for one connection before the others get their turn.
 TURN_BYTES: Final = 4 * 1024 * 1024
+#: The first piece of a transfer through a ring is smaller: the receiver begins to copy when it is there.
+FIRST_PIECE: Final = DATA_LIMIT // 4
 #: Announcements a sender may have open at its peer: each costs the receiver a few hundred bytes.
 MAX_ANNOUNCED: Final = 65_536
 #: Answers that may wait for a peer which does not read, by lane: to all it may have announced, and to its requests.
@@ -28,6 +33,10 @@ class FrameSender:
         self._engine = router.engine
         self._link: Link | None = None
         self._queue = OutQueue()
+        #: The link's ring, if it is one that may be written to directly.
+        self._ring: RingWriter | None = None
+        #: Rings for its reader.
+        self._after_write: Callable[[], None]
         #: The link took no more; it is watched for writing.
         self.blocked = False
         #: There is a connection and nothing waits: a small message may go out at once.
@@ -97,6 +106,8 @@ class FrameSender:
     def flush(self) -> None:
         """Hand to the link what it takes."""
         budget = TURN_BYTES
+        if self._ring is not None:
+            budget -= self._write_pieces(self._ring)
         while self._link is not None:
             buffers = self._queue.commit()
             if not buffers:
@@ -118,6 +129,24 @@ class FrameSender:
             if budget <= 0:
                 self._watch_writes(True)  # readiness brings us back, after the others
                 return
+
+    def _write_pieces(self, ring: RingWriter) -> int:
+        """Write pieces of a transfer straight into the slots of a ring, if it is all that waits, and while there are
+        slots. How many bytes that were."""
+        queue, written = self._queue, 0
+        while (transfer := queue.lone_transfer) is not None and ring.has_slot() and written < TURN_BYTES:
+            offset, pieces = transfer.next_piece(DATA_LIMIT if transfer.sent else FIRST_PIECE)
+            size = len(pieces[0]) if len(pieces) == 1 else 0
+            header = pack(Kind.DATA, ident=transfer.ident, nbytes=size, extra=offset)
+            if size <= INLINE_MOST or not ring.put_both(header, pieces[0]):
+                if pieces:
+                    queue.commit_piece(transfer, offset, pieces)
+                break
+            self._after_write()
+            self.spoke = True
+            written += size
+            transfer.frame_sent(size)
+        return written
 
     def _watch_writes(self, wanted: bool) -> None:
         if self.blocked != wanted and self._link is not None:

@@ -52,6 +52,8 @@ class Inbound:
         self.backlogged = False
         #: The next bytes begin a frame, at the start of the staging buffer: `direct` may read them.
         self.calm = False
+        #: How pieces of transfers are received where that takes no parsing.
+        self._bulk: Callable[[], int] | None = None
         #: The hot paths of the connection there is.
         self.direct: Direct | None = None
         self.incoming = Incoming(self)
@@ -91,8 +93,10 @@ class Inbound:
         self._parser = Parser(limits.payloads())
         self._credit = credit = CreditIn(config.lane_credit_bytes, config.peer_credit_bytes)
         if polled is not None and polled.reader is not None:
-            self.direct = RingPath(self, polled, polled.reader, credit, config.eager_bytes)
+            self.direct = path = RingPath(self, polled, polled.reader, credit, config.eager_bytes)
+            self._bulk = path.read_bulk
         else:
+            self._bulk = None
             self.direct = SocketPath(self, link, self._parser, credit, config.eager_bytes)
         self.calm = True
         self.heard = True
@@ -131,39 +135,46 @@ class Inbound:
         self.calm = self._link is not None and not self.backlogged and self._parser.at_rest()
 
     def _read(self, got: int | None) -> None:
-        parser = self._parser
-        budget = TURN_BYTES
+        parser, bulk, budget = self._parser, self._bulk, TURN_BYTES
         if self.backlogged:
             self.resume()
         while self._link is not None and not self.backlogged:
-            target = parser.target()
-            if got is None:
-                try:
-                    got = self._recv(target)
-                except BlockingIOError:
-                    return
-                except OSError as error:
-                    self.router.broken(error)
-                    return
-            if not got:
-                self.router.ended(parser.at_boundary())
+            cost = bulk() if bulk is not None and got is None and parser.at_boundary() else 0
+            cost = cost or self._read_once(parser, got)
+            if not cost:
                 return
-            self.heard = True
-            frames = self.frames
-            header = parser.feed(got)
-            if header is not None:
-                self._parse(header)
-            elif self._then is not None and not parser.pending:
-                then, self._then, self._landing = self._then, None, None
-                then()
-            if got < len(target) and self._drained:
-                return
-            budget -= got + FRAME_COST * (self.frames - frames)
             got = None
+            budget -= cost
             if budget <= 0:
                 if not self._drained:
                     self._engine.backlog.append(self.router)  # nothing may show that there is more to read
                 return
+
+    def _read_once(self, parser: Parser, got: int | None) -> int:
+        """Read, and handle what came. What that counts for in the turn; 0: there is no more now."""
+        target = parser.target()
+        if got is None:
+            try:
+                got = self._recv(target)
+            except BlockingIOError:
+                return 0
+            except OSError as error:
+                self.router.broken(error)
+                return 0
+        if not got:
+            self.router.ended(parser.at_boundary())
+            return 0
+        self.heard = True
+        frames = self.frames
+        header = parser.feed(got)
+        if header is not None:
+            self._parse(header)
+        elif self._then is not None and not parser.pending:
+            then, self._then, self._landing = self._then, None, None
+            then()
+        if got < len(target) and self._drained:
+            return 0
+        return got + FRAME_COST * (self.frames - frames)
 
     def serve(self, receive: Receive) -> bool:
         """Give a receive the next frame that waits here, if it is just what it asks for: no matching, no driving. A
@@ -244,6 +255,10 @@ class Inbound:
         else:
             self._landing = landing
             self._then = then
+
+    def no_more_data(self) -> None:
+        """No transfer is under way: what comes next is something small."""
+        self._parser.forget()
 
     def divert(self, landing: Landing) -> None:
         """If `landing`'s bytes are being received, the rest goes nowhere."""

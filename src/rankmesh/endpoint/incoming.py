@@ -170,11 +170,26 @@ class Incoming:
         view = None if landing.view is None else landing.view[offset : offset + nbytes]
         self._inbound.land(landing, view, functools.partial(self._piece_landed, landing, nbytes))
 
+    def place(self, ident: int, offset: int, nbytes: int) -> memoryview | None:
+        """Where a piece belongs that is all here; None: nowhere, or `on_data` has to say what is wrong with it."""
+        landing = self._incoming.get(ident)
+        if landing is None or landing.view is None or ident in self._copies:
+            return None
+        if not nbytes or offset != landing.got or offset + nbytes > landing.nbytes:
+            return None
+        return landing.view[offset : offset + nbytes]
+
+    def landed(self, ident: int, nbytes: int) -> None:
+        """A piece was put into its `place`."""
+        self._piece_landed(self._incoming[ident], nbytes)
+
     def _piece_landed(self, landing: Landing, nbytes: int) -> None:
         landing.got += nbytes
         self._inbound.bytes += nbytes
         if landing.got == landing.nbytes:
             del self._incoming[landing.ident]
+            if not self._incoming:
+                self._inbound.no_more_data()
             self._complete(landing)
 
     def _complete(self, landing: Landing) -> None:

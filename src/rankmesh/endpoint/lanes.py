@@ -37,6 +37,8 @@ class Transfer(Owner, Protocol):
     """A granted bulk transfer."""
 
     ident: int
+    #: Bytes that have left.
+    sent: int
 
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
         """Offset and buffers of the next piece; an empty list when everything was handed out."""
@@ -106,6 +108,19 @@ class OutQueue:
 
     def push_bulk(self, transfer: Transfer) -> None:
         self._bulk.append(transfer)
+
+    @property
+    def lone_transfer(self) -> Transfer | None:
+        """The transfer that is all that waits, if there is just one."""
+        if len(self._bulk) == 1 and not (self._committed or any(self._lanes)):
+            return self._bulk[0]
+        return None
+
+    def commit_piece(self, transfer: Transfer, offset: int, pieces: list[memoryview]) -> None:
+        """A piece of a transfer that goes the usual way."""
+        size = sum(map(len, pieces))
+        header = pack(Kind.DATA, ident=transfer.ident, nbytes=size, extra=offset)
+        self._committed.append(Frame([header, *pieces], len(header) + size, transfer, size))
 
     def commit(self) -> list[memoryview | bytes]:
         """The buffers to send next, up to a batch; empty when there is nothing."""
@@ -180,9 +195,7 @@ class OutQueue:
             transfer = self._bulk.popleft()
             offset, pieces = transfer.next_piece(DATA_LIMIT)
             if pieces:
-                size = sum(map(len, pieces))
-                header = pack(Kind.DATA, ident=transfer.ident, nbytes=size, extra=offset)
-                self._committed.append(Frame([header, *pieces], len(header) + size, transfer, size))
+                self.commit_piece(transfer, offset, pieces)
                 self._bulk.append(transfer)
                 return
 

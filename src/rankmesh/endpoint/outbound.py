@@ -29,7 +29,6 @@ from rankmesh.wire.messages import Identity
 if TYPE_CHECKING:
     from rankmesh.endpoint.router import PeerRouter
     from rankmesh.transport.base import Link, PolledLink
-    from rankmesh.transport.ring import RingWriter
 
 _pack = HEADER.pack
 _EAGER: Final = int(Kind.EAGER)
@@ -54,8 +53,6 @@ class Outbound(FrameSender):
         self._announced: dict[int, Send] = {}
         #: Of the last transfer or request that this side began: the next has one more.
         self.last_ident = 0
-        #: The link's ring, if it is one that may be written to directly.
-        self._ring: RingWriter | None = None
         self._like(0, 0, 0)
         #: So many messages of that kind have their credit spent already.
         self._prepaid = 0

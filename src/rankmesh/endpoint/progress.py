@@ -100,7 +100,7 @@ class Engine:
         self.drives = 0
         #: How often a leader stepped down in order to serve a request.
         self.steps = 0
-        self.background = Background(self)
+        self.background = Background(self, spin)
         self.watch(self._waker.fd, select.EPOLLIN, self._waker.clear)
         _engines.add(self)
 
@@ -208,7 +208,7 @@ class Engine:
                         self.work_off_backlog()
                     if work.finished:
                         return
-                    spin = self.spin
+                    spin = self.background.spin if work.yields else self.spin
                     if spin.skip:
                         spin.skip -= 1
                     elif spin.seconds:  # poll until `work` is done, or for so long without an event
@@ -219,7 +219,9 @@ class Engine:
                         if work.finished:
                             spin.misses = 0
                             return
-                        if not enough and self._poll_for(work):
+                        if enough:
+                            spin.miss()
+                        elif self._poll_for(work, spin):
                             return
                     self._block(work, deadline)
                 finally:
@@ -239,15 +241,17 @@ class Engine:
                 finally:
                     self.acquire()
 
-    def _poll_for(self, work: Waited) -> bool:
+    def _poll_for(self, work: Waited, spin: Spin) -> bool:
         """Poll all connections until `work` is done (True), or for so long without an event."""
-        spin, poll, end = self.spin, self.poll, 0.0
+        poll, end = self.poll, 0.0
         while True:
             events = poll(0, EVENTS)
             if events or (self.looks and self.look_around()):
                 if self._handle(events, work):
                     spin.misses = 0
                     return True
+                if work.yields:  # what it waits for is whatever comes
+                    spin.misses = 0
                 end = 0.0
             now = perf_counter()
             if not end:
@@ -267,8 +271,6 @@ class Engine:
                 handlers[fd](mask)
         if self.backlog and not work.finished:
             self.work_off_backlog()
-        if work.yields:  # what it waits for is whatever comes
-            self.spin.misses = 0
         hint = work.hint
         if hint is not None and not (work.finished or self.writers):
             hint.attend(work)
@@ -296,6 +298,7 @@ class Engine:
         self.background.wake(urgent=False)  # they all have what they wait for, and are on their way out
 
     def _block(self, work: Waited, deadline: float) -> None:
+        """Sleep until `work` is done, the deadline has passed, or polling may be worth while again."""
         while not work.finished and self.leader is work:
             if self.backlog:
                 self.work_off_backlog()
@@ -313,8 +316,9 @@ class Engine:
             if self.backlog:  # a copy goes on
                 self.glance()
                 continue
-            if self.looks and self.arm():
-                continue
+            if self.looks and self.arm():  # something came just now: more of it may be polled for
+                (self.background.spin if work.yields else self.spin).skip = 0
+                return
             work.parker, steps = self._waker, self.steps
             self.lock.release()
             try:
@@ -322,10 +326,12 @@ class Engine:
             finally:
                 self.acquire()
                 work.parker = None
-            self.spin.slept(monotonic() - now)
             self.dispatch(events)
+            spin = self.background.spin if work.yields else self.spin
             if work.yields or self.steps != steps:
-                self.spin.misses = 0
+                spin.hit()
+                return
+            if spin.slept(monotonic() - now):
                 return
 
     def _follow(self, work: Waited, deadline: float) -> None:

@@ -90,13 +90,16 @@ class Spin:
         return self.seconds > 0
 
     def hit(self) -> None:
-        self.misses = 0
+        """It paid off, or would have."""
+        self.misses = self.skip = 0
 
-    def slept(self, seconds: float) -> None:
-        """A sleep that was this short says that polling might have paid off: the next wait tries it. So two sides that
-        sleep for each other's answers find out of it."""
+    def slept(self, seconds: float) -> bool:
+        """A sleep that was this short says that polling might have paid off (True): it is tried again. So two sides
+        that sleep for each other's answers, or pieces, find out of it."""
         if seconds < 2 * self.seconds:
             self.skip = 0
+            return True
+        return False
 
     def miss(self) -> None:
         self.misses += 1

@@ -49,7 +49,7 @@ class Loop:
         except RuntimeError:  # the user's loop was closed
             text = "The event loop given to use_loop() is closed: async handlers cannot run. Give it one that runs."
             logger.warning(text)
-            raise Refusal(Why.INTERNAL, text) from None
+            raise Refusal(Why.RAISED, text, type_name="RuntimeError") from None
 
     def _create(self, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(make())

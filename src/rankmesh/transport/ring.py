@@ -119,6 +119,28 @@ class RingWriter(_End):
         self.control[TAIL] = tail
         return True
 
+    def has_slot(self) -> bool:
+        return self._slots_used - self._freed() < SLOTS
+
+    def put_both(self, header: bytes, view: memoryview) -> bool:
+        """Write a small record and a large one, of at most SLOT_BYTES. False: there is no room for the two now."""
+        if self.limit - self.tail < 2 * LINE and not (self._refresh() and self.limit - self.tail >= 2 * LINE):
+            return False
+        used = self._slots_used
+        if used - self._freed() >= SLOTS:
+            return False
+        start, at = used % SLOTS * SLOT_BYTES, self.tail & MASK
+        size = len(header)
+        assert size <= LINE - WORD
+        self.words[at >> 3] = size | INLINE
+        self.data[at + WORD : at + WORD + size] = header
+        self.slots[start : start + len(view)] = view
+        self._slots_used = used + 1
+        self.words[(self.tail + LINE & MASK) >> 3] = len(view) | SLOT
+        self.tail = tail = self.tail + 2 * LINE
+        self.control[TAIL] = tail
+        return True
+
     def write(self, buffers: Sequence[memoryview]) -> int:
         """Write what there is room for, in order; how many bytes that was."""
         taken = 0
@@ -217,6 +239,20 @@ class RingReader(_End):
         """Take the record that `front()` found. True: it is time to `tell()`."""
         self.head = head = self.head + (self.size + WORD + LINE - 1 & -LINE)
         return head - self.told >= TELL
+
+    def slot_behind(self, nbytes: int) -> memoryview | None:
+        """The large record of `nbytes` behind the small one that `front()` found, if it is there, and all in one slot:
+        `pop_both()` takes the two."""
+        at = self.head + (self.size + WORD + LINE - 1 & -LINE)
+        if self.control[TAIL] - at < LINE or self.words[(at & MASK) >> 3] - SLOT != nbytes or nbytes > SLOT_BYTES:
+            return None
+        start = self._slots_used % SLOTS * SLOT_BYTES
+        return self.slots[start : start + nbytes]
+
+    def pop_both(self) -> None:
+        self._slots_used += 1
+        self.control[FREED] = self._slots_used
+        self.head += (self.size + WORD + LINE - 1 & -LINE) + LINE
 
     def read(self, view: memoryview) -> int:
         """Read what is there and fits; how many bytes that was. Large records are not mixed with others: a reader

@@ -182,6 +182,10 @@ class Parser:
         self.pending = self._skip > 0
         return not self.pending
 
+    def forget(self) -> None:
+        """The frame that ended was the last of its transfer: more than the next header may be asked for."""
+        self.header = ()
+
     def divert(self) -> None:
         """Drop what is still to come of the pending payload: its place is no longer to be written to."""
         if self._fill is not None:
