@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from peers import SOON, Medium
 from rankmesh import Config, Endpoint, Peer, Region
+
+#: Things to do with a handle.
+Uses = tuple[Callable[[], object], ...]
 
 
 @dataclass

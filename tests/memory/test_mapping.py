@@ -12,7 +12,7 @@ import pytest
 from peers import BRIEFLY, SOON, Call, Medium, blank, pattern, router_of
 from rankmesh import AccessDenied, DeadlineError, OutOfBounds, StaleRegion, UsageError
 from rankmesh.memory.mapping import PIECE_BYTES, Mapping, SharedMemory
-from regions import Sides, open_sides
+from regions import Sides, Uses, open_sides
 from timing import wait_until
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="rings are polled on x86 only")
@@ -53,7 +53,8 @@ def test_reads_and_writes_are_copies(near: Sides) -> None:
     assert work.done()
     assert work.result() is out
     assert frames(near) == before, "not a frame was sent"
-    for use in (lambda: remote.read(out, 4), lambda: remote.write(out, -4), lambda: remote.read_batch([(out, 4)])):
+    attempts: Uses = (lambda: remote.read(out, 4), lambda: remote.write(out, -4), lambda: remote.read_batch([(out, 4)]))
+    for use in attempts:
         with pytest.raises(OutOfBounds):
             use()
 
@@ -104,7 +105,8 @@ def test_nobody_maps_what_is_not_allowed(near: Sides) -> None:
     remote = near.peer.open("kv")
     remote.write(b"x")
     region.allow([])
-    for use in (lambda: remote.write(b"y"), lambda: remote.read(bytearray(1))):
+    attempts: Uses = (lambda: remote.write(b"y"), lambda: remote.read(bytearray(1)))
+    for use in attempts:
         with pytest.raises(StaleRegion, match="forbidden"):
             use()
     assert bytes(region.array[:1]) == b"x"
@@ -116,7 +118,8 @@ def test_a_stale_mapping_is_not_used(near: Sides) -> None:
     remote = near.peer.open("kv")
     region.unregister()
     near.owner.memory.allocate("kv", 100)
-    for use in (lambda: remote.read(bytearray(1)), lambda: remote.write(b"x"), lambda: remote[0:1]):
+    attempts: Uses = (lambda: remote.read(bytearray(1)), lambda: remote.write(b"x"), lambda: remote[0:1])
+    for use in attempts:
         with pytest.raises(StaleRegion):
             use()
     assert not memory.any()
@@ -240,7 +243,7 @@ def test_a_mapping_copies_what_numpy_says() -> None:
     mapping = Mapping(memory, slot, "kv", 1000, 5)
     data = pattern(300)
     mapping.write(
-        [memoryview(data)[:7], memoryview(data)[7:100], memoryview(b""), memoryview(data)[100:]],
+        [data.data[:7], data.data[7:100], memoryview(b""), data.data[100:]],
         mapping.views([(0, 50, 0, 1), (100, 10, 20, 20), (900, 50, 0, 1)]),
         1e18,
     )

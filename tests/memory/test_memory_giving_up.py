@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from peers import BRIEFLY, FAULTY, SOON, Call, blank, is_blank, pattern, router_of
-from rankmesh import CancelledError, DeadlineError, StaleRegion, Work
+from rankmesh import CancelledError, DeadlineError, PeerLost, StaleRegion, Work
 from rankmesh.config import KIB, MIB
 from rankmesh.testing.faults import FaultLink, FaultTransport
 from regions import Sides, open_sides
@@ -171,8 +171,6 @@ def test_small_operations_pass_large_ones(sides: Sides, faults: FaultTransport) 
 
 
 def test_an_owner_that_is_lost_ends_operations(sides: Sides, faults: FaultTransport) -> None:
-    from rankmesh import PeerLost
-
     sides.register(pattern(LARGE))
     remote = sides.peer.open("kv")
     link = link_of(faults, owner=True)

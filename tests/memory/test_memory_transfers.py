@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peers import SOON, Call, Medium, blank, is_blank, pattern, router_of
-from rankmesh import BusyError, DeadlineError, OutOfBounds, StaleRegion, UsageError
+from rankmesh import BusyError, Config, DeadlineError, OutOfBounds, StaleRegion, UsageError
 from rankmesh.memory.region import MAX_NOTICES
-from regions import Sides, open_sides
+from regions import Sides, Uses, open_sides
 
 SIZES = [1, 64, 4096, 15_000, 16_384, 65_536, 70_001, 3_000_001]
 MEMORY = 1 << 16
@@ -22,8 +22,6 @@ MEMORY = 1 << 16
 
 @pytest.fixture(scope="module")
 def near() -> Iterator[Sides]:
-    from rankmesh import Config
-
     with open_sides(Medium("inproc://", Config())) as both:
         yield both
 
@@ -152,14 +150,15 @@ def test_out_of_bounds(near: Sides, offset: int) -> None:
     region = near.owner.memory.register("bounds", memory)
     remote = near.peer.open("bounds")
     out = blank(8)
-    for use in (
+    attempts: Uses = (
         lambda: remote.read(out, offset),
         lambda: remote.write(bytes(8), offset),
         lambda: remote.read_batch([(out[:4], 0), (out, offset)]),
         lambda: remote.write_batch([(bytes(4), 0), (bytes(8), offset)]),
         lambda: remote.read(out.reshape(2, 4), offset, stride=50),
         lambda: remote.fetch_add(offset, 1),
-    ):
+    )
+    for use in attempts:
         with pytest.raises(OutOfBounds):
             use()
     assert is_blank(out)

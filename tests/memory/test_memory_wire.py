@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from rankmesh.memory.protocol import MAX_PIECES, REQUEST, SERVICE, Bit, Op, Why,
 from rankmesh.memory.server import MAX_WAITING
 from rankmesh.transport.address import Address
 from rankmesh.wire.header import HEADER, HEADER_BYTES, Flag, Kind, pack
-from timing import scaled
+from timing import scaled, wait_until
 
 NBYTES = 1 << 20
 MOST = (1 << 64) - 1
@@ -141,7 +142,8 @@ REFUSED: dict[str, tuple[Case, Why]] = {
     "rows whose stride overflows": (
         lambda p: p.request(Op.READ, Bit.BATCH | Bit.STRIDED, 0, 1, 0, 4) + pieces(0, 2, 1 << 63, 3), Why.BOUNDS),
     "rows whose count overflows": (
-        lambda p: p.request(Op.READ, Bit.BATCH | Bit.STRIDED, 0, 1, 0, 8) + pieces(0, 8, 0, (1 << 61) + 1), Why.INVALID),
+        lambda p: p.request(Op.READ, Bit.BATCH | Bit.STRIDED, 0, 1, 0, 8) + pieces(0, 8, 0, (1 << 61) + 1),
+        Why.INVALID),
     "rows of nothing, for ever": (
         lambda p: p.request(Op.READ, Bit.BATCH | Bit.STRIDED, 0, 1, 0, 8) + pieces(0, 0, 0, MOST), Why.INVALID),
     "cell that is not aligned": (lambda p: p.request(Op.FETCH_ADD, offset=4, nbytes=8) + pieces(1), Why.INVALID),
@@ -204,7 +206,7 @@ def test_what_breaks_the_protocol_ends_that_connection(
     make, said = BROKEN[case]
     place.raw.sock.sendall(make(place))
     wait_for_end(place.raw.sock)
-    assert any(__import__("re").search(said, record.getMessage()) for record in caplog.records), caplog.text
+    assert any(re.search(said, record.getMessage()) for record in caplog.records), caplog.text
 
 
 def test_bytes_of_a_refused_write_are_read_past(place: Place) -> None:
@@ -223,10 +225,10 @@ def test_transfers_that_wait_are_bounded_in_bytes(place: Place) -> None:
     count = bound // len(body) + 2
     for _ in range(count):
         place.raw.ask(body)
-    assert place.raw.refused() == Why.BUSY
+    header, payload = place.raw.hear()
+    assert header[2] & Flag.ERROR
+    assert decode_failure(payload).why == Why.BUSY
     place.raw.sock.close()
-    from timing import wait_until
-
     wait_until(lambda: place.region.idle, 10)
     assert place.owner.memory._server._cost == {}
 
@@ -236,6 +238,4 @@ def test_requests_that_wait_for_a_region_are_bounded(place: Place) -> None:
         place.raw.ask(place.request(Op.OPEN, Bit.WAIT, 2) + b"no")
     assert place.raw.refused() == Why.BUSY
     place.raw.sock.close()
-    from timing import wait_until
-
     wait_until(lambda: not place.owner.memory._server._awaited, 10)

@@ -21,7 +21,7 @@ from rankmesh import (
     UsageError,
 )
 from rankmesh.testing.world import run_world
-from regions import Sides, open_sides
+from regions import Sides, Uses, open_sides
 
 
 @pytest.fixture
@@ -159,7 +159,8 @@ def test_allow_list(near: Sides) -> None:
         assert [info.name for info in near.peer.regions()] == ["by peer", "by name", "all"]
         handle = stranger.open("all")
         open_to_all.allow(["user"])
-        for use in (lambda: handle.read(bytearray(8)), lambda: handle.write(b"x"), lambda: handle.fetch_add(0, 1)):
+        attempts: Uses = (lambda: handle.read(bytearray(8)), lambda: handle.write(b"x"), lambda: handle.fetch_add(0, 1))
+        for use in attempts:
             with pytest.raises(AccessDenied):
                 use()
         near.peer.open("all").write(b"allowed!")
@@ -310,7 +311,8 @@ def test_nothing_works_after_close(inproc: Medium) -> None:
         waiting = Call(region.wait_notification, "key", SOON)
         sides.user.close()
         sides.owner.close()
-        for use in (lambda: remote.read(bytearray(8)), lambda: sides.register(bytearray(8), "x")):
+        attempts: Uses = (lambda: remote.read(bytearray(8)), lambda: sides.register(bytearray(8), "x"))
+        for use in attempts:
             with pytest.raises(ClosedError):
                 use()
         with pytest.raises(ClosedError):
