@@ -31,6 +31,7 @@ from rankmesh.memory.protocol import (
     encode_name,
     info_of,
 )
+from rankmesh.memory.rails import Rails
 from rankmesh.memory.region import Region
 from rankmesh.memory.remote import RemoteRegion
 from rankmesh.memory.server import MemoryServer
@@ -54,6 +55,7 @@ class MemoryAgent:
         self._ranks = ranks
         self._oneself: Router | None = None
         self._flows: dict[int, Flow] = {}
+        self._rails: dict[int, Rails] = {}
         self._server = server = MemoryServer(self._hub, self._name)
         endpoint.attach(SERVICE, server.on_request, server.on_lone, self)
 
@@ -137,7 +139,8 @@ class MemoryAgent:
         query = Query(flow, name, "open", body, self._seconds(timeout), decode_description)
         description = query.complete()
         with self._hub.engine:
-            return RemoteRegion(flow, info_of(description), flow.map(description))
+            rails = self._rails.setdefault(flow.router.index, Rails(flow))
+            return RemoteRegion(flow, rails, info_of(description), flow.map(description))
 
     def list(self, where: Where, *, timeout: float | None = None) -> _Infos:
         """The regions that one may open there."""
@@ -210,6 +213,9 @@ class MemoryAgent:
         flow = self._flows.pop(router.index, None)
         if flow is not None:
             flow.abandon(router.lost_error)
+        rails = self._rails.pop(router.index, None)
+        if rails is not None:
+            self._hub.engine.defer(rails.close)
 
     def closing(self) -> None:
         self._server.closing()
@@ -219,3 +225,5 @@ class MemoryAgent:
     def closed(self) -> None:
         """Descriptors go; the memory stays as long as somebody refers to it."""
         self._server.free()
+        for rails in self._rails.values():
+            rails.close()

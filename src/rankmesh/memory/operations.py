@@ -195,6 +195,10 @@ class Operation(Work[Any]):
             self.counted = False
             self._flow.left(self)
 
+    def give_up(self, error: RankmeshError) -> None:
+        """For whoever this is a part of."""
+        self._give_up(error)
+
     def _give_up(self, error: RankmeshError) -> None:
         if self.queued:
             self._flow.withdraw(self)

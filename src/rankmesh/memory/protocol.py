@@ -61,6 +61,8 @@ class Op(IntEnum):
     CANCEL = 11
     #: A handle that had the region mapped is closed.
     CLOSE = 12
+    #: A ticket for further connections is asked for; or one is shown, on such a connection.
+    RAIL = 13
 
 
 class Bit(IntFlag):

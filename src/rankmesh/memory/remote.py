@@ -15,11 +15,13 @@ from rankmesh.errors import OutOfBounds, RankmeshError, UsageError
 from rankmesh.memory.layout import Batch, Block, indexed, local, rows
 from rankmesh.memory.operations import Operation, Read, StreamedRead, StreamedWrite, Swap, Write
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
+from rankmesh.memory.rails import STRIPED_FROM, striped
 from rankmesh.memory.region import as_signed
 
 if TYPE_CHECKING:
     from rankmesh.memory.flow import Flow
     from rankmesh.memory.mapping import Mapping
+    from rankmesh.memory.rails import Rails
 
 _pack: Final = REQUEST.pack
 _READ: Final = int(Op.READ)
@@ -35,8 +37,9 @@ class RemoteRegion:
     handle may be used from many threads. One whose region was unregistered, or registered anew, raises StaleRegion.
     """
 
-    def __init__(self, flow: Flow, info: RegionInfo, mapping: Mapping | None) -> None:
+    def __init__(self, flow: Flow, rails: Rails, info: RegionInfo, mapping: Mapping | None) -> None:
         self._flow = flow
+        self._rails = rails
         self._mapping = mapping
         #: The mapping, where it may be used for that.
         self._read_through = mapping if "r" in info.access else None
@@ -98,6 +101,10 @@ class RemoteRegion:
             return self._read_batch(out, self._batch_of(parts, [_block(out, parts, offset, stride)]), timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
+        if nbytes >= STRIPED_FROM and isinstance(parts, tuple):
+            work = self._striped(parts[0], offset, out, timeout, reads=True)
+            if work is not None:
+                return work if async_op else work.result()
         body = _pack(_READ, 0 if nbytes <= self._inline else Bit.STREAMED, 0, 0, self.generation, offset, nbytes)
         return self._run_read(body, out, parts, nbytes, timeout, async_op)
 
@@ -149,6 +156,10 @@ class RemoteRegion:
         if through is not None:
             views = (through.view(offset, nbytes),)
             return self._copy(through.write, None, parts, views, notify, timeout, async_op)
+        if nbytes >= STRIPED_FROM and notify is None and isinstance(parts, tuple):
+            work = self._striped(parts[0], offset, None, timeout, reads=False)
+            if work is not None:
+                return work if async_op else work.result()
         return self._run_write(parts, b"", 0, 0, offset, nbytes, notify, timeout, async_op)
 
     def write_batch(
@@ -190,6 +201,23 @@ class RemoteRegion:
             body = b"".join((head, key, table)) if key or table else head
             return self._run(StreamedWrite(self._flow, self.name, body, timeout, parts, nbytes), async_op)
         return self._run(Write(self._flow, self.name, b"".join((head, key, table, *parts)), timeout), async_op)
+
+    def _striped(self, view: memoryview, offset: int, value: Any, timeout: float | None, reads: bool) -> Any:
+        """A large transfer over several connections; None: there is one."""
+        seconds = self._timeout if timeout is None else timeout
+        flows = self._rails.flows(len(view), seconds)
+        if len(flows) < 2:
+            return None
+        op = Op.READ if reads else Op.WRITE
+
+        def make(flow: Flow, at: int, length: int) -> Operation:
+            body = _pack(op, Bit.STREAMED, 0, 0, self.generation, offset + at, length)
+            part = (view[at : at + length],)
+            if reads:
+                return StreamedRead(flow, self.name, body, seconds, None, part, length)
+            return StreamedWrite(flow, self.name, body, seconds, part, length)
+
+        return striped(flows, "read" if reads else "write", self.name, seconds, value, len(view), make)
 
     # ------------------------------------------------------------------ items
 

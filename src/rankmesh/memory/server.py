@@ -175,6 +175,10 @@ class MemoryServer:
         #: (router, ident) of requests that wait for a region, by its name; and of watchers.
         self._awaited: dict[str, dict[tuple[int, int], tuple[Router, int]]] = {}
         self._watchers: dict[tuple[int, int], Router] = {}
+        #: Tickets for rails, by router index and back; and whose rail a router is.
+        self._tickets: dict[int, bytes] = {}
+        self._ticket_of: dict[bytes, Router] = {}
+        self._main: dict[int, Router] = {}
         #: Routers for which replies wait to leave together.
         self._holding: set[Router] = set()
         self.served = 0
@@ -190,6 +194,7 @@ class MemoryServer:
             Op.WATCH: self._on_watch,
             Op.CANCEL: self._on_cancel,
             Op.CLOSE: self._on_close,
+            Op.RAIL: self._on_rail,
         }
 
     # ------------------------------------------------------------------ regions
@@ -331,7 +336,7 @@ class MemoryServer:
         region = self._by_generation.get(ask.generation)
         if region is None:
             raise Refusal(Why.STALE, "it was unregistered, or registered anew")
-        if not region.admits(router):
+        if not region.admits(self._main.get(router.index, router)):
             raise Refusal(Why.DENIED, "its owner does not allow it to this peer")
         if (reads and not region.readable) or (writes and not region.writable):
             raise Refusal(Why.DENIED, f"it is registered with access {region.access!r}")
@@ -395,7 +400,7 @@ class MemoryServer:
     def written(self, region: Region, router: Router, ident: int, key: bytes | None) -> None:
         """A write is applied: tell those who wait for it, and then the writer."""
         if key is not None:
-            region.notify(key, self._name_source(router))
+            region.notify(key, self._name_source(self._main.get(router.index, router)))
         self._reply(router, ident, DONE)
 
     @staticmethod
@@ -496,6 +501,17 @@ class MemoryServer:
         if region is not None and region.shared is not None:
             region.shared.closed_by(router)
 
+    def _on_rail(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        ticket = bytes(payload[_HEAD : _HEAD + ask.key])
+        if not ticket:
+            ticket = self._tickets.setdefault(router.index, secrets.token_bytes(16))
+            self._ticket_of[ticket] = router
+        elif ticket in self._ticket_of:
+            self._main[router.index] = self._ticket_of[ticket]
+        else:
+            raise Refusal(Why.DENIED, "the ticket is not one of this owner's")
+        self._reply(router, ident, ticket)
+
     def _on_list(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         mine = [region.describe() for region in self.regions.values() if region.admits(router)]
         body = encode(mine)
@@ -545,6 +561,9 @@ class MemoryServer:
         index = router.index
         for moving in list(self._moving.get(index, {}).values()):
             self.ended(moving)
+        self._main.pop(index, None)
+        self._ticket_of.pop(self._tickets.pop(index, b""), None)
+        self._main = {rail: main for rail, main in self._main.items() if main is not router}
         for region in (*self.regions.values(), *self._retiring):
             if region.shared is not None:
                 region.shared.lost(router)
