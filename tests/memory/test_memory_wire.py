@@ -14,8 +14,8 @@ from attack import TOKEN, identity, receive, shake, wait_for_end
 from peers import SOON, pattern
 from rankmesh import Config, Endpoint, Peer, Region
 from rankmesh.endpoint.posted import ANSWER, BROUGHT
+from rankmesh.memory.finding import MAX_WAITING
 from rankmesh.memory.protocol import MAX_PIECES, REQUEST, SERVICE, Bit, Op, Why, decode_failure
-from rankmesh.memory.server import MAX_WAITING
 from rankmesh.transport.address import Address
 from rankmesh.wire.header import HEADER, HEADER_BYTES, Flag, Kind, pack
 from timing import scaled, wait_until

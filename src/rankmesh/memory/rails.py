@@ -1,9 +1,10 @@
 """Rails: further connections to one owner, over which large transfers are striped (Config.rails).
 
 One connection is enough where the processors are the limit, as on loopback; over networks that give a single stream
-less than the link can carry, several are faster. Each rail is a connection of an endpoint of its own, with its own thread:
-the owner sees it as a peer that nobody accepts, and serves it like any other. A ticket, which the owner gives over the
-main connection, says whose it is, so that allow-lists count for it.
+less than the link can carry, several are faster. (Measured on loopback, 64 MiB: 3.7 GB/s read and 3.8 written with
+one, 3.0 and 3.5 with two, 2.6 and 3.4 with four.) Each rail is a connection of an endpoint of its own, with its own
+thread: the owner sees it as a peer that nobody accepts, and serves it like any other. A ticket, which the owner gives
+over the main connection, says whose it is, so that allow-lists count for it.
 
 A striped transfer is one operation per rail on a share of the bytes, and ends when all have ended; if one fails, the
 others are given up. Locks: whoever holds the lock of the main endpoint may take a rail's, never the other way round.
@@ -169,7 +170,7 @@ class Striped(Work[Any]):
 
 
 def _detach(share: Operation, error: RankmeshError) -> None:
-    """Give a rail's share up while the main lock is held: its callbacks, which take that, are left to its own thread."""
+    """Give a rail's share up while the main lock is held: callbacks, which take that, are left to the rail's thread."""
     engine = share.router.engine
     engine.acquire()
     try:

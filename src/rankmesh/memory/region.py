@@ -32,7 +32,8 @@ from rankmesh.memory.protocol import (
 
 if TYPE_CHECKING:
     from rankmesh.memory.mapping import SharedMemory
-    from rankmesh.memory.server import MemoryServer, Moving
+    from rankmesh.memory.moving import Moving
+    from rankmesh.memory.server import MemoryServer
 
 ACCESS: Final = ("r", "w", "rw")
 #: Notifications that may wait in one region for somebody to take them; more are refused, before a byte is written.

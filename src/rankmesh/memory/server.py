@@ -13,16 +13,13 @@ bookkeeping (Config.memory_queue_bytes for each peer). All methods need the engi
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
-from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow
+from rankmesh.endpoint.posted import BROUGHT
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.waiting import Until
 from rankmesh.errors import (
@@ -36,6 +33,8 @@ from rankmesh.errors import (
     StaleRegion,
     UsageError,
 )
+from rankmesh.memory.finding import Finder
+from rankmesh.memory.moving import Moving, Reading, Writing
 from rankmesh.memory.protocol import (
     CELL,
     DONE,
@@ -46,8 +45,6 @@ from rankmesh.memory.protocol import (
     SWAP,
     Ask,
     Bit,
-    Description,
-    Event,
     Failure,
     Op,
     Why,
@@ -59,7 +56,6 @@ from rankmesh.wire.header import Flag, Kind
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
-    from rankmesh.endpoint.posted import Posted
 
 _REPLY: Final = int(Kind.REPLY)
 _ERROR: Final = int(Flag.ERROR)
@@ -71,12 +67,8 @@ _HEAD: Final = REQUEST.size
 TRANSFER_COST: Final = 512
 #: Streamed writes of one peer whose bytes have not come, refused ones included.
 MAX_BROUGHT: Final = 65_536
-#: Names like the one asked for.
-NEAREST: Final = 3
 #: Seconds between looks at the words of those who write through a mapping.
 LOOK: Final = 0.001
-#: Requests of one peer that wait for a region, or watch.
-MAX_WAITING: Final = 1024
 #: What a Refusal is at the one who asked.
 ERRORS: Final[dict[str, type[RegionError] | type[UsageError] | type[BusyError]]] = {
     Why.MISSING: RegionNotFound,
@@ -88,83 +80,12 @@ ERRORS: Final[dict[str, type[RegionError] | type[UsageError] | type[BusyError]]]
 }
 
 
-class Moving:
-    """A large transfer under way: what the two kinds have in common."""
-
-    def __init__(self, server: MemoryServer, region: Region, router: Router, ident: int, cost: int) -> None:
-        self.server = server
-        self.region = region
-        self.router = router
-        self.request = ident
-        self.cost = cost
-
-    def abort(self, why: Why, message: str) -> None:
-        """Move no more bytes, and tell whoever asked."""
-        raise NotImplementedError
-
-
-class Reading(Moving, Outflow):
-    """A large read: its bytes leave from the region."""
-
-    def __init__(
-        self,
-        server: MemoryServer,
-        region: Region,
-        router: Router,
-        ident: int,
-        parts: Iterable[memoryview],
-        nbytes: int,
-        cost: int,
-    ) -> None:
-        Moving.__init__(self, server, region, router, ident, cost)
-        Outflow.__init__(self, router.outbound, ident | ANSWER, parts, nbytes)
-
-    def frame_sent(self, nbytes: int) -> None:
-        super().frame_sent(nbytes)
-        if not self.left:
-            self.server.ended(self)
-
-    def abort(self, why: Why, message: str) -> None:
-        self.router.outbound.halt(self)
-        self.server.ended(self)
-        self.server.refuse(self.router, self.request, Refusal(why, message))
-
-
-class Writing(Moving):
-    """A large write: its bytes come into the region."""
-
-    posted: Posted
-
-    def __init__(
-        self, server: MemoryServer, region: Region, router: Router, ident: int, key: bytes | None, cost: int
-    ) -> None:
-        super().__init__(server, region, router, ident, cost)
-        self._key = key
-
-    def arrived(self, whole: bool) -> None:
-        """The last byte is here, or the writer gave up."""
-        if self not in self.region.moving:
-            return  # it was aborted here, and the writer told
-        self.server.ended(self)
-        if whole:
-            self.server.written(self.region, self.router, self.request, self._key)
-
-    def abort(self, why: Why, message: str) -> None:
-        self.posted.discard()
-        self.router.inbound.divert(self.posted)
-        self.server.ended(self)
-        self.server.refuse(self.router, self.request, Refusal(why, message))
-
-
-class MemoryServer:
+class MemoryServer(Finder):
     """The regions of one endpoint. `name_source(router)` says who that is, as users name it."""
 
     def __init__(self, hub: Hub, name_source: Callable[[Router], Any]) -> None:
-        self.hub = hub
-        self.engine = hub.engine
+        super().__init__(hub)
         self._inline = hub.config.eager_bytes
-        self.regions: dict[str, Region] = {}
-        self._by_generation: dict[int, Region] = {}
         #: Unregistered, but not yet idle.
         self._retiring: set[Region] = set()
         self._generations = itertools.count(secrets.randbits(62) + 1)
@@ -172,13 +93,6 @@ class MemoryServer:
         #: By router index: transfers under way by ident, and what they cost.
         self._moving: dict[int, dict[int, Moving]] = {}
         self._cost: dict[int, int] = {}
-        #: (router, ident) of requests that wait for a region, by its name; and of watchers.
-        self._awaited: dict[str, dict[tuple[int, int], tuple[Router, int]]] = {}
-        self._watchers: dict[tuple[int, int], Router] = {}
-        #: Tickets for rails, by router index and back; and whose rail a router is.
-        self._tickets: dict[int, bytes] = {}
-        self._ticket_of: dict[bytes, Router] = {}
-        self._main: dict[int, Router] = {}
         #: Routers for which replies wait to leave together.
         self._holding: set[Router] = set()
         self.served = 0
@@ -211,10 +125,7 @@ class MemoryServer:
             )
         self.regions[region.name] = region
         self._by_generation[region.generation] = region
-        waiting = self._awaited.pop(region.name, {})
-        for (_, ident), (router, bits) in waiting.items():
-            self._answer_open(router, ident, region, bits)
-        self._tell("added", region)
+        self._appeared(region)
 
     def unregister(self, region: Region, abort: bool, timeout: float | None) -> None:
         """Takes the lock. Returns when nothing of the region's is under way."""
@@ -254,11 +165,6 @@ class MemoryServer:
         if abort:
             for moving in list(region.moving):
                 moving.abort(Why.STALE, f"region {region.name!r} was unregistered")
-
-    def _tell(self, kind: str, region: Region) -> None:
-        for (_, ident), router in list(self._watchers.items()):
-            if region.admits(router):
-                self._reply(router, ident, encode(Event(kind, region.describe())))
 
     # ------------------------------------------------------------------ requests
 
@@ -462,90 +368,13 @@ class MemoryServer:
         region.check_notice()
         self.written(region, router, ident, bytes(payload[_HEAD : _HEAD + ask.key]))
 
-    # ------------------------------------------------------------------ finding regions
-
-    def _on_open(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
-        name = _text(payload[_HEAD : _HEAD + ask.key])
-        region = self.regions.get(name)
-        if region is not None:
-            self._answer_open(router, ident, region, ask.bits)
-        elif ask.bits & Bit.WAIT:
-            self._check_waiting(router)
-            self._awaited.setdefault(name, {})[router.index, ident] = (router, ask.bits)
-        else:
-            known = [region.name for region in self.regions.values() if region.admits(router)]
-            raise Refusal(Why.MISSING, "", tuple(difflib.get_close_matches(name, known, NEAREST)))
-
-    def _answer_open(self, router: Router, ident: int, region: Region, bits: int) -> None:
-        try:
-            if not region.admits(router):
-                raise Refusal(Why.DENIED, "its owner does not allow it to this peer")
-            self._reply(router, ident, encode(self._offer(router, region, bits)))
-        except Refusal as refusal:
-            self.refuse(router, ident, refusal)
-
-    def _offer(self, router: Router, region: Region, bits: int) -> Description:
-        """What an OPEN is told; with where it may map the region, if it can and wants to."""
-        description = region.describe()
-        shared, polled = region.shared, router.polled
-        if not bits & Bit.MAP or shared is None or polled is None:
-            return description
-        slot = shared.slot(router)
-        if not slot or not polled.share(shared.segment, shared.fd, shared.nbytes, shared.writable):
-            return description
-        return msgspec.structs.replace(description, segment=shared.segment, slot=slot)
-
-    def _on_close(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
-        """The last handle of those that had it mapped is closed. There is no answer."""
-        region = self._by_generation.get(ask.generation)
-        if region is not None and region.shared is not None:
-            region.shared.closed_by(router)
-
-    def _on_rail(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
-        ticket = bytes(payload[_HEAD : _HEAD + ask.key])
-        if not ticket:
-            ticket = self._tickets.setdefault(router.index, secrets.token_bytes(16))
-            self._ticket_of[ticket] = router
-        elif ticket in self._ticket_of:
-            self._main[router.index] = self._ticket_of[ticket]
-        else:
-            raise Refusal(Why.DENIED, "the ticket is not one of this owner's")
-        self._reply(router, ident, ticket)
-
-    def _on_list(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
-        mine = [region.describe() for region in self.regions.values() if region.admits(router)]
-        body = encode(mine)
-        router.reply(ident, [memoryview(body)], len(body), service=SERVICE)
-
-    def _on_watch(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
-        """Events are replies to the same request, until it is cancelled."""
-        self._check_waiting(router)
-        self._watchers[router.index, ident] = router
-        self._reply(router, ident, DONE)
-        for region in self.regions.values():
-            if region.admits(router):
-                self._reply(router, ident, encode(Event("added", region.describe())))
-
-    def _waiting(self) -> Iterator[tuple[int, int]]:
-        """(router index, ident) of the requests that wait for regions."""
-        yield from self._watchers
-        for waiting in self._awaited.values():
-            yield from waiting
-
-    def _check_waiting(self, router: Router) -> None:
-        if sum(index == router.index for index, _ in self._waiting()) >= MAX_WAITING:
-            raise Refusal(Why.BUSY, f"{MAX_WAITING} requests of this peer's wait there for regions already")
-
     def _on_cancel(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         """What was asked under this ident is given up. A read gets an answer, after which no more of its bytes come.
         One that is unknown has had its last byte or its answer already."""
         moving = self._moving.get(router.index, {}).get(ident)
         if isinstance(moving, Reading):
             moving.abort(Why.CANCELLED, "it was cancelled")
-        self._watchers.pop((router.index, ident), None)
-        for name, waiting in list(self._awaited.items()):
-            if waiting.pop((router.index, ident), None) is not None and not waiting:
-                del self._awaited[name]
+        self._forget(router, ident)
 
     # ------------------------------------------------------------------ the end
 
@@ -561,19 +390,10 @@ class MemoryServer:
         index = router.index
         for moving in list(self._moving.get(index, {}).values()):
             self.ended(moving)
-        self._main.pop(index, None)
-        self._ticket_of.pop(self._tickets.pop(index, b""), None)
-        self._main = {rail: main for rail, main in self._main.items() if main is not router}
         for region in (*self.regions.values(), *self._retiring):
             if region.shared is not None:
                 region.shared.lost(router)
-        self._watchers = {key: value for key, value in self._watchers.items() if key[0] != index}
-        for name, waiting in list(self._awaited.items()):
-            kept = {key: value for key, value in waiting.items() if key[0] != index}
-            if kept:
-                self._awaited[name] = kept
-            else:
-                del self._awaited[name]
+        self._forget_peer(router)
 
     def closing(self) -> None:
         """Nobody will be notified any more."""
@@ -589,10 +409,3 @@ class MemoryServer:
             if region.shared is not None:
                 region.shared.revoke()
             region.release()
-
-
-def _text(name: memoryview) -> str:
-    try:
-        return str(name, "utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        raise Refusal(Why.INVALID, "a region's name is UTF-8") from None
