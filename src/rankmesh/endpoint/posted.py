@@ -104,12 +104,15 @@ class Posted:
         assert self._parts is not None
         for part in self._parts:
             end = start + len(part)
-            if end >= nbytes:
+            if end > nbytes:
                 part[: nbytes - start] = staged[start:]
                 self._part, self._at = part, nbytes - start
                 return
             part[:] = staged[start:end]
             start = end
+            if end == nbytes:
+                self._part, self._at = part, len(part)
+                return
         raise self._overrun()
 
     def _next_part(self) -> None:

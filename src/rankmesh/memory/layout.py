@@ -181,15 +181,13 @@ class Batch:
         pieces = list(pieces)
         try:
             data, offsets = zip(*pieces, strict=True)
-            views = [memoryview(each) for each in data]
-            parts = [view.cast("B") for view in views]
+            parts = [view.cast("B") for each in data if (view := memoryview(each)).format != "O"]
         except (TypeError, ValueError):  # some have strides, or are no plain buffers; or there are none
+            parts = []
+        if not parts or len(parts) < len(data) or (writes and any(view.readonly for view in parts)):
             for piece in pieces:
                 self._take(*piece, writes=writes)
             return self
-        if "O" in {view.format for view in views} or (writes and any(view.readonly for view in parts)):
-            for each in data:
-                local(each, writes=writes)  # one of which says so
         sizes = list(map(len, parts))
         try:
             table = np.array((offsets, sizes), np.int64)
@@ -199,9 +197,9 @@ class Batch:
         if bad.any():
             at = int(bad.argmax())
             raise self._outside(f"{sizes[at]} bytes at {offsets[at]}")
-        self.parts += parts
-        self._table += table.T.ravel().tolist()
-        self.nbytes += sum(sizes)
+        self.parts = parts
+        self._table = table.T.ravel().tolist()
+        self.nbytes = sum(sizes)
         return self
 
     def _take(self, data: Any, offset: int, stride: int | None = None, *, writes: bool) -> None:
