@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from peers import FAULTY, SOON, Call, Medium, Pair, faulty, open_pair, pattern, router_of
-from rankmesh import Config, ConfigError, ConnectError, DeadlineError, Endpoint, PeerLost, TruncationError
+from rankmesh import (
+    Config,
+    ConfigError,
+    ConnectError,
+    DeadlineError,
+    Endpoint,
+    OutOfBounds,
+    PeerLost,
+    RegionNotFound,
+    TruncationError,
+)
 from rankmesh.endpoint.router import PeerRouter
 from ranks import Mesh, Ranks, Talk, nursery
 from timing import scaled, wait_until
@@ -188,3 +198,67 @@ def test_dlslime_a_wildcard_address_is_never_handed_out(wildcard: str) -> None:
             with pytest.raises(ConfigError, match="to listen on, not to connect to"):
                 client.connect(f"tcp://{wildcard}:7000", timeout=1)
     wait_until(lambda: not wide.peers, 5, "the end")
+
+
+def test_dlslime_memory_is_reached_by_name_and_never_by_address(pair: Pair) -> None:
+    """A peer of a DLSlime endpoint could read and write any address of the process."""
+    memory, secret = pattern(64), pattern(64, 1)
+    pair.right.memory.register("kv", memory)
+    remote = pair.there.open("kv")
+    address = secret.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
+    for offset in (address, secret.__array_interface__["data"][0], -8, 64):
+        with pytest.raises(OutOfBounds):
+            remote.read(bytearray(8), offset)
+        with pytest.raises(OutOfBounds):
+            remote.write(bytes(8), offset)
+    with pytest.raises(RegionNotFound):
+        pair.there.open(hex(address))
+    assert (secret == pattern(64, 1)).all()
+
+
+@pytest.mark.parametrize("nbytes", [8, 4 << 20])
+def test_dlslime_a_completed_write_is_there(pair: Pair, nbytes: int) -> None:
+    """DLSlime did not acknowledge writes: done meant that the bytes were on their way."""
+    memory = np.zeros(nbytes, np.uint8)
+    pair.right.memory.register("kv", memory)
+    remote = pair.there.open("kv")
+    for seed in range(5):
+        remote.write(pattern(nbytes, seed))
+        assert (memory == pattern(nbytes, seed)).all()
+
+
+def test_dlslime_a_batch_of_any_size_is_whole_when_it_completes(pair: Pair) -> None:
+    """In DLSlime a batch of more than 32 items completed early."""
+    memory = pattern(1 << 20)
+    pair.right.memory.register("kv", memory)
+    remote = pair.there.open("kv")
+    for count in (1, 32, 33, 64, 1000, 10_000):
+        outs = [np.zeros(100, np.uint8) for _ in range(count)]
+        remote.read_batch([(out, 100 * at) for at, out in enumerate(outs)])
+        assert (np.concatenate(outs) == memory[: 100 * count]).all()
+
+
+def test_dlslime_regions_registered_after_connecting_are_found(pair: Pair) -> None:
+    """Regions were exchanged once, with the connection."""
+    with pytest.raises(RegionNotFound):
+        pair.there.open("late")
+    pair.right.memory.register("late", bytearray(b"here"))
+    out = bytearray(4)
+    pair.there.open("late").read(out)
+    assert out == b"here"
+
+
+def test_dlslime_one_sided_timeouts_count_and_a_lost_owner_wakes_who_waits() -> None:
+    """Timeouts were ignored, and a broken connection left operations pending."""
+    with faulty() as transport, open_pair(FAULTY) as pair:
+        pair.right.memory.register("kv", pattern(8 << 20))
+        remote = pair.there.open("kv")
+        for link in transport.links:
+            link.stall()
+        with pytest.raises(DeadlineError):
+            remote.read(bytearray(64), timeout=0.1)
+        work = remote.read(np.empty(8 << 20, np.uint8), async_op=True)
+        for link in transport.links:
+            link.cut()
+        with pytest.raises(PeerLost):
+            work.wait(SOON)

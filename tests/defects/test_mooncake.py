@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
+import numpy as np
 import pytest
 
 from peers import FAULTY, SOON, Medium, Pair, blank, faulty, is_blank, open_pair, pattern, router_of
-from rankmesh import CancelledError, Config, DeadlineError
+from rankmesh import AccessDenied, CancelledError, Config, DeadlineError, OutOfBounds
 from rankmesh.config import MIB
 from timing import scaled, wait_until
 
@@ -207,3 +208,66 @@ def test_all_a_launcher_comes_with_it(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] 0 2", "[1] 1 2"]
+
+
+def test_mooncake_no_raw_addresses_and_no_return_codes(pair: Pair) -> None:
+    """Mooncake takes integers for addresses, and returns integers for errors."""
+    pair.right.memory.register("kv", np.zeros((4, 4), np.float32), access="r")
+    remote = pair.there.open("kv")
+    assert (remote.shape, remote.dtype) == ((4, 4), np.dtype(np.float32))
+    with pytest.raises(AccessDenied) as caught:
+        remote.write(bytes(4))
+    assert (caught.value.region, caught.value.peer) == ("kv", str(pair.there))
+    with pytest.raises(OutOfBounds) as outside:
+        remote.read(bytearray(65))
+    assert outside.value.nbytes == 64
+
+
+def test_mooncake_one_sided_transfers_use_one_connection(pair: Pair) -> None:
+    """A new socket per transfer exhausted the ports."""
+    pair.right.memory.register("kv", pattern(1 << 20))
+    remote = pair.there.open("kv")
+    before = len(os.listdir("/proc/self/fd"))
+    works = [remote.read(np.empty(1 << 18, np.uint8), async_op=True) for _ in range(100)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    for work in works:
+        work.wait(SOON)
+
+
+def test_mooncake_a_timed_out_one_sided_read_touches_no_user_memory() -> None:
+    """A timed-out transfer went on writing into its caller's buffer."""
+    with faulty() as transport, open_pair(FAULTY) as pair:
+        memory = pattern(8 << 20)
+        pair.right.memory.register("kv", memory)
+        remote = pair.there.open("kv")
+        link = next(link for link in transport.links if link.accepted)
+        link.stall(after_bytes=link.sent + (1 << 20))
+        out = np.zeros(8 << 20, np.uint8)
+        with pytest.raises(DeadlineError):
+            remote.read(out, timeout=0.2)
+        out[:] = 7
+        link.resume()
+        again = np.zeros(8 << 20, np.uint8)
+        remote.read(again)
+        assert (again == memory).all()
+        assert (out == 7).all()
+
+
+def test_mooncake_one_sided_operations_in_asyncio_can_be_cancelled() -> None:
+    """There was no asyncio and no cancel."""
+    with faulty() as transport, open_pair(FAULTY) as pair:
+        pair.right.memory.register("kv", pattern(1 << 20))
+        remote = pair.there.open("kv")
+        link = next(link for link in transport.links if link.accepted)
+
+        async def body() -> None:
+            out = np.zeros(1 << 20, np.uint8)
+            assert await remote.read(out, async_op=True) is out
+            link.stall()
+            task = asyncio.ensure_future(asyncio.wait_for(remote.read(out, async_op=True), 0.05))
+            with pytest.raises(asyncio.TimeoutError):
+                await task
+            link.resume()
+            await remote.write(b"done", async_op=True)
+
+        asyncio.run(body())

@@ -404,9 +404,9 @@ class RingPath(Direct):
         version, kind, _, _, _, ident, nbytes, offset = _unpack_from(ring.data, at)
         if kind != _DATA or version != VERSION:
             return 0
-        view = incoming.place(ident, offset, nbytes)
-        slot = None if view is None else ring.slot_behind(nbytes)
-        if view is None or slot is None:
+        slot = ring.slot_behind(nbytes)
+        view = None if slot is None else incoming.place(ident, offset, nbytes)
+        if slot is None or view is None:
             return 0
         view[:] = slot
         ring.pop_both()

@@ -65,11 +65,12 @@ class Endpoint:
         rank: int | None = None,
         run: str = "",
         services: Mapping[int, Service] | None = None,
+        rail: bool = False,
         **overrides: Any,
     ) -> None:
         """`address` None: this endpoint only connects. `advertise` is the address given to others where it is not
-        `address`. `rank`, `run` and `services` are for meshes and the layers above. Other keyword arguments override
-        fields of `config`."""
+        `address`. `rank`, `run`, `services` and `rail` are for meshes and the layers above. Other keyword arguments
+        override fields of `config`."""
         self.config = (config or Config()).override(**overrides)
         self.uid = os.urandom(16)
         self.host = socket.gethostname()
@@ -85,6 +86,7 @@ class Endpoint:
             )
         self._rank = rank
         self._run = run
+        self._rail = rail
         self.hub = Hub(self.name, self.config)
         self.hub.services.update(services or {})
         self._peers: dict[bytes, Peer] = {}
@@ -101,6 +103,7 @@ class Endpoint:
         self.hub.dial_trouble = self._connector.trouble
         self.hub.departed = self._departed
         self._addresses: tuple[str, ...] = ()
+        self._serve()
         try:
             if address is not None:
                 self._addresses = (self._listen(Address.parse(address), advertise),)
@@ -110,6 +113,9 @@ class Endpoint:
         self.hub.engine.start()
         with self.hub.engine:
             self.hub.start_heartbeat()
+
+    def _serve(self) -> None:
+        """What is put on top of endpoints attaches here what must be there for the first request."""
 
     def _listen(self, address: Address, advertise: str | None) -> str:
         if address.is_wildcard and advertise is None:
@@ -134,7 +140,7 @@ class Endpoint:
     @property
     def peers(self) -> list[Peer]:
         """The peers that are connected."""
-        return [peer for peer in list(self._peers.values()) if peer.connected]
+        return [peer for peer in list(self._peers.values()) if peer.connected and not peer.rail]
 
     def info(self) -> dict[str, Any]:
         """What another endpoint needs to connect: give it to its `connect()`."""
@@ -179,6 +185,7 @@ class Endpoint:
             allow_pickle=config.allow_pickle,
             place=self._connector.place,
             no_shm=self._connector.no_shm,
+            rail=self._rail,
         )
 
     def add_member(self, identity: Identity, *, oneself: bool) -> Peer:
@@ -207,7 +214,7 @@ class Endpoint:
         if peer is None or peer.router.gone:
             peer = dialed.peer if dialed is not None else self._new_peer()
             self._peers[identity.uid] = peer
-            if dialed is None and identity.rank is None:
+            if dialed is None and identity.rank is None and not identity.rail:
                 self._arrive(peer)
         elif dialed is not None and dialed.peer is not peer:
             self._forget(dialed)

@@ -9,8 +9,9 @@ So a control frame waits for at most one batch (COMMIT_BYTES) in front of it, wh
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, Protocol
 
@@ -201,28 +202,34 @@ class OutQueue:
 
 
 class Cursor:
-    """Walks over a list of buffers as if they were one, handing out pieces without copying."""
+    """Walks over a run of buffers as if they were one, handing out pieces without copying."""
 
-    __slots__ = ("_at", "_index", "_parts", "offset")
+    __slots__ = ("_ahead", "_parts", "offset")
 
-    def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._parts = parts
-        self._index = 0
-        self._at = 0
+    def __init__(self, parts: Iterable[memoryview]) -> None:
+        self._parts = iter(parts)
+        #: Parts that were taken from `_parts` and not handed out, the first of them perhaps cut.
+        self._ahead: deque[memoryview] = deque()
         self.offset = 0
 
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
-        began = self.offset
-        pieces: list[memoryview] = []
-        while limit and self._index < len(self._parts) and len(pieces) < COMMIT_BUFFERS - 1:
-            part = self._parts[self._index]
-            piece = part[self._at : self._at + limit]
-            if len(piece):
-                pieces.append(piece)
-                limit -= len(piece)
-                self.offset += len(piece)
-                self._at += len(piece)
-            if self._at == len(part):
-                self._index += 1
-                self._at = 0
+        began, ahead = self.offset, self._ahead
+        ahead.extend(itertools.islice(self._parts, max(COMMIT_BUFFERS - 1 - len(ahead), 0)))
+        nbytes = sum(map(len, ahead))
+        if nbytes <= limit:  # all of them: many small ones pass here
+            pieces = list(ahead)
+            ahead.clear()
+            if not nbytes and pieces:
+                return self.next_piece(limit)  # nothing but empty ones
+        else:
+            pieces = []
+            nbytes = limit
+            while limit:
+                part = ahead.popleft()
+                if len(part) > limit:
+                    ahead.appendleft(part[limit:])
+                    part = part[:limit]
+                pieces.append(part)
+                limit -= len(part)
+        self.offset = began + nbytes
         return began, pieces

@@ -68,6 +68,11 @@ class Peer:
         return self.identity.pid if self.identity is not None else None
 
     @property
+    def rail(self) -> bool:
+        """It is a further connection of another peer's process."""
+        return self.identity is not None and self.identity.rail
+
+    @property
     def may_unpickle(self) -> bool:
         """Whether it accepts pickled objects, as far as is known: it says so when it connects."""
         return self.identity is None or not self.connected or self.identity.allow_pickle

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from rankmesh.endpoint.inbound import Inbound
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import Outbound
+from rankmesh.endpoint.posted import Arrivals
 from rankmesh.endpoint.progress import Look
 from rankmesh.endpoint.requests import Awaiting, Conversation, Request
 from rankmesh.endpoint.transfers import Send
@@ -51,6 +52,8 @@ class PeerRouter(Conversation):
         #: The peer's number in this endpoint: the source of its messages.
         self.index = index
         self.link: Link | None = None
+        #: The same, if it is one that can be looked at directly: both sides share memory.
+        self.polled: PolledLink | None = None
         #: What carries the conversation, and why; of the last connection if there is none now.
         self.carrier: Carrier | None = None
         #: Why the peer is gone for good, and since when; empty while it is not.
@@ -58,6 +61,8 @@ class PeerRouter(Conversation):
         self.lost_at = 0.0
         #: Kept open although it is quiet.
         self.pinned = False
+        #: Places for bytes that need no announcement.
+        self.arrivals = Arrivals()
         self.outbound = Outbound(self)
         self.inbound = Inbound(self)
         self.last_heard = 0.0
@@ -71,7 +76,7 @@ class PeerRouter(Conversation):
         """A connection is there: what waited goes out."""
         self.link = link
         self.last_heard = self._last_spoke = self._last_traffic = now
-        polled = link if isinstance(link, PolledLink) and link.start_polling() else None
+        self.polled = polled = link if isinstance(link, PolledLink) and link.start_polling() else None
         self.inbound.attach(link, polled)
         if polled is None:
             self.engine.watch(link.fileno(), link.poll_mask(), self.ready)
@@ -82,7 +87,7 @@ class PeerRouter(Conversation):
         self.outbound.attach(link, remote, polled)
 
     def _release_link(self, abort: bool) -> None:
-        link, self.link = self.link, None
+        link, self.link, self.polled = self.link, None, None
         if link is not None:
             self.engine.unwatch(link.fileno())
             if abort:

@@ -1,6 +1,7 @@
 """What a link over shared memory says on its socket besides bells: which segments of an arena the other side may map.
 
     "+", number, bytes    with a descriptor: this segment may be mapped, and read
+    "*", number, bytes    likewise, and written to
     "-", number, 0        it is no more: let go of it
 
 Notices come between bells, in as many pieces as the kernel likes, and a descriptor with whichever piece it likes, but
@@ -25,7 +26,8 @@ BELL_BYTE: Final = b"!"
 #: Segments of one peer's that are mapped here at once.
 MAX_SHARED: Final = 64
 _NOTICE = struct.Struct("<cQQ")
-_SHARED, _UNSHARED = b"+", b"-"
+_SHARED, _WRITABLE, _UNSHARED = b"+", b"*", b"-"
+_PROTECTION: Final = {_SHARED: mmap.PROT_READ, _WRITABLE: mmap.PROT_READ | mmap.PROT_WRITE}
 
 
 class Notices:
@@ -39,9 +41,9 @@ class Notices:
         #: Descriptors that came, in order, for the notices they came with; -1: this process could open no more.
         self._descriptors: deque[int] = deque()
 
-    def share(self, segment: int, fd: int, nbytes: int) -> bool:
+    def share(self, segment: int, fd: int, nbytes: int, writable: bool) -> bool:
         """False: not now, or never again; or too many descriptors are on their way."""
-        notice = _NOTICE.pack(_SHARED, segment, nbytes)
+        notice = _NOTICE.pack(_WRITABLE if writable else _SHARED, segment, nbytes)
         try:
             return socket.send_fds(self._sock, [notice], [fd]) == len(notice)
         except OSError:
@@ -71,7 +73,7 @@ class Notices:
         if what == _UNSHARED:
             self.shared.pop(segment, None)
             return
-        if what != _SHARED or not nbytes or not self._descriptors:
+        if what not in _PROTECTION or not nbytes or not self._descriptors:
             raise corrupt(f"a notice {what!r} of segment {segment} with {nbytes} bytes")
         fd = self._descriptors.popleft()
         if fd < 0:
@@ -79,7 +81,7 @@ class Notices:
         try:
             check(fd, nbytes)
             if len(self.shared) < MAX_SHARED:
-                self.shared[segment] = memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
+                self.shared[segment] = memoryview(mmap.mmap(fd, nbytes, prot=_PROTECTION[what]))
         finally:
             os.close(fd)
 

@@ -255,8 +255,8 @@ class ShmLink:
         assert self._segment is not None
         return self._segment.their_cells
 
-    def share(self, segment: int, fd: int, nbytes: int) -> bool:
-        return self._notices.share(segment, fd, nbytes)
+    def share(self, segment: int, fd: int, nbytes: int, writable: bool = False) -> bool:
+        return self._notices.share(segment, fd, nbytes, writable)
 
     def unshare(self, segment: int) -> None:
         self._notices.unshare(segment)

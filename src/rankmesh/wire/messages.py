@@ -44,6 +44,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     #: Where it is, for sharing memory: see transport/place.py. Empty, with a reason, where it does not.
     place: str = ""
     no_shm: str = ""
+    #: It only carries more of what another connection of the same process is about; nobody accepts it.
+    rail: bool = False
 
     def __post_init__(self) -> None:
         texts = (self.name, self.host, self.run, self.place, self.no_shm, *self.addresses)

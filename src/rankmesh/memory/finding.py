@@ -1,0 +1,152 @@
+"""How others find an owner's regions: by name, by waiting for them, by list, by watching; and further connections of
+theirs. The lower half of MemoryServer. All methods need the engine's lock."""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from rankmesh.endpoint.router import Router
+from rankmesh.memory.protocol import DONE, REQUEST, SERVICE, Ask, Bit, Description, Event, Why, encode
+from rankmesh.memory.region import Refusal, Region
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.hub import Hub
+
+_HEAD: Final = REQUEST.size
+#: Names like the one asked for.
+NEAREST: Final = 3
+#: Requests of one peer that wait for a region, or watch.
+MAX_WAITING: Final = 1024
+
+
+class Finder:
+    """See the module's text."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self.engine = hub.engine
+        self.regions: dict[str, Region] = {}
+        self._by_generation: dict[int, Region] = {}
+        #: (router, ident) of requests that wait for a region, by its name; and of watchers.
+        self._awaited: dict[str, dict[tuple[int, int], tuple[Router, int]]] = {}
+        self._watchers: dict[tuple[int, int], Router] = {}
+        #: Tickets for rails, by router index and back; and whose rail a router is.
+        self._tickets: dict[int, bytes] = {}
+        self._ticket_of: dict[bytes, Router] = {}
+        self._main: dict[int, Router] = {}
+
+    def _reply(self, router: Router, ident: int, body: bytes | memoryview, flags: int = 0) -> None:
+        raise NotImplementedError
+
+    def refuse(self, router: Router, ident: int, refusal: Refusal) -> None:
+        raise NotImplementedError
+
+    def _appeared(self, region: Region) -> None:
+        """A region was registered: whoever waits for it, or watches, learns of it."""
+        for (_, ident), (router, bits) in self._awaited.pop(region.name, {}).items():
+            self._answer_open(router, ident, region, bits)
+        self._tell("added", region)
+
+    def _tell(self, kind: str, region: Region) -> None:
+        for (_, ident), router in list(self._watchers.items()):
+            if region.admits(router):
+                self._reply(router, ident, encode(Event(kind, region.describe())))
+
+    def _on_open(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        name = _text(payload[_HEAD : _HEAD + ask.key])
+        region = self.regions.get(name)
+        if region is not None:
+            self._answer_open(router, ident, region, ask.bits)
+        elif ask.bits & Bit.WAIT:
+            self._check_waiting(router)
+            self._awaited.setdefault(name, {})[router.index, ident] = (router, ask.bits)
+        else:
+            known = [region.name for region in self.regions.values() if region.admits(router)]
+            raise Refusal(Why.MISSING, "", tuple(difflib.get_close_matches(name, known, NEAREST)))
+
+    def _answer_open(self, router: Router, ident: int, region: Region, bits: int) -> None:
+        try:
+            if not region.admits(router):
+                raise Refusal(Why.DENIED, "its owner does not allow it to this peer")
+            self._reply(router, ident, encode(self._offer(router, region, bits)))
+        except Refusal as refusal:
+            self.refuse(router, ident, refusal)
+
+    def _offer(self, router: Router, region: Region, bits: int) -> Description:
+        """What an OPEN is told; with where it may map the region, if it can and wants to."""
+        description = region.describe()
+        shared, polled = region.shared, router.polled
+        if not bits & Bit.MAP or shared is None or polled is None:
+            return description
+        slot = shared.slot(router)
+        if not slot or not polled.share(shared.segment, shared.fd, shared.nbytes, shared.writable):
+            return description
+        return msgspec.structs.replace(description, segment=shared.segment, slot=slot)
+
+    def _on_close(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        """The last handle of those that had it mapped is closed. There is no answer."""
+        region = self._by_generation.get(ask.generation)
+        if region is not None and region.shared is not None:
+            region.shared.closed_by(router)
+
+    def _on_rail(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        ticket = bytes(payload[_HEAD : _HEAD + ask.key])
+        if not ticket:
+            ticket = self._tickets.setdefault(router.index, secrets.token_bytes(16))
+            self._ticket_of[ticket] = router
+        elif ticket in self._ticket_of:
+            self._main[router.index] = self._ticket_of[ticket]
+        else:
+            raise Refusal(Why.DENIED, "the ticket is not one of this owner's")
+        self._reply(router, ident, ticket)
+
+    def _on_list(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        mine = [region.describe() for region in self.regions.values() if region.admits(router)]
+        body = encode(mine)
+        router.reply(ident, [memoryview(body)], len(body), service=SERVICE)
+
+    def _on_watch(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        """Events are replies to the same request, until it is cancelled."""
+        self._check_waiting(router)
+        self._watchers[router.index, ident] = router
+        self._reply(router, ident, DONE)
+        for region in self.regions.values():
+            if region.admits(router):
+                self._reply(router, ident, encode(Event("added", region.describe())))
+
+    def _waiting(self) -> Iterator[tuple[int, int]]:
+        """(router index, ident) of the requests that wait for regions."""
+        yield from self._watchers
+        for waiting in self._awaited.values():
+            yield from waiting
+
+    def _check_waiting(self, router: Router) -> None:
+        if sum(index == router.index for index, _ in self._waiting()) >= MAX_WAITING:
+            raise Refusal(Why.BUSY, f"{MAX_WAITING} requests of this peer's wait there for regions already")
+
+    def _forget(self, router: Router, ident: int) -> None:
+        """Somebody waits, or watches, no longer."""
+        self._watchers.pop((router.index, ident), None)
+        for name, waiting in list(self._awaited.items()):
+            if waiting.pop((router.index, ident), None) is not None and not waiting:
+                del self._awaited[name]
+
+    def _forget_peer(self, router: Router) -> None:
+        index = router.index
+        for key in [key for key in self._waiting() if key[0] == index]:
+            self._forget(router, key[1])
+        self._main.pop(index, None)
+        self._ticket_of.pop(self._tickets.pop(index, b""), None)
+        self._main = {rail: main for rail, main in self._main.items() if main is not router}
+
+
+def _text(name: memoryview) -> str:
+    try:
+        return str(name, "utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise Refusal(Why.INVALID, "a region's name is UTF-8") from None
