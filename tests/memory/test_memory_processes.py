@@ -111,8 +111,8 @@ def busy_owner(mesh: Mesh, talk: Talk) -> None:
 
 
 def test_an_owner_busy_in_a_python_loop_still_serves(nursery: None) -> None:
-    """Half of 300 reads of 4 KiB take less than 0.2 s (scaled): the owner's main thread never helps. How fast it is on an
-    idle machine, the benchmark tells."""
+    """Half of 300 reads of 4 KiB take less than 0.2 s (scaled): the owner's main thread never helps. How fast it is on
+    an idle machine, the benchmark tells."""
     with Ranks(2, busy_owner, Config(shm=False)) as ranks:
         times = ranks.hear(1)
         assert ranks.hear(0) == (True, True)
