@@ -179,6 +179,8 @@ class Batch:
     def gather(self, pieces: Iterable[Sequence[Any]], *, writes: bool) -> Self:
         """Take the pieces of a batch, all at once where they are plain: thousands are common."""
         pieces = list(pieces)
+        data: tuple[Any, ...] = ()
+        offsets: tuple[int, ...] = ()
         try:
             data, offsets = zip(*pieces, strict=True)
             parts = [view.cast("B") for each in data if (view := memoryview(each)).format != "O"]
