@@ -1,13 +1,14 @@
 """One invocation of a benchmark: its command line, its worlds, the order of events, the report.
 
-A benchmark (p2p.py, shm.py, rpc.py) is a Bench: tables of what is measured, of whom, and what it must show. Nothing
-here fails because a figure is bad or a library is missing: the table says so.
+A benchmark (p2p.py, shm.py, rpc.py, memory.py) is a Bench: tables of what is measured, of whom, and what it must show.
+Nothing here fails because a figure is bad or a library is missing: the table says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
@@ -34,6 +35,8 @@ QUICK = (Effort(rounds=3, seconds=0.03), Effort(rounds=1, seconds=0.01))
 QUIET_LOAD = 0.5
 #: Width of a report that does not go to a terminal.
 FILE_WIDTH = 180
+#: As many as fit there, beside names and notes; a benchmark with more columns gets several tables.
+COLUMNS_PER_TABLE = 5
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Bench:
     side_by_side: Mapping[Plan, tuple[str, ...]]
     columns: tuple[Column, ...]
     targets: tuple[Target, ...]
-    #: Who takes part in the sweep of sizes.
-    sweep: tuple[str, ...]
+    #: Who takes part in the sweep of sizes; none: there is no such option.
+    sweep: tuple[str, ...] = ()
     #: Measured afterwards, in worlds of their own; a scenario returns nothing where its subjects were not asked for.
     scenarios: Mapping[str, Callable[[Session], Iterable[Result]]] = field(default_factory=dict)
     #: Sentences below the tables.
@@ -145,6 +148,13 @@ def pick_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))[:2]
 
 
+def tables_of(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
+    """Tables of about equal width."""
+    count = math.ceil(len(columns) / COLUMNS_PER_TABLE)
+    for number in range(count):
+        yield columns[number * len(columns) // count : (number + 1) * len(columns) // count]
+
+
 def print_report(console: Console, session: Session, about: dict[str, Any]) -> None:
     console.print("Python {python}, {system}, {cpus} CPUs, load before the run {load_before}".format_map(about))
     if len(session.cores) < 2:
@@ -152,11 +162,9 @@ def print_report(console: Console, session: Session, about: dict[str, Any]) -> N
     if about["load_before"] > QUIET_LOAD:
         console.print("[yellow]Other programs were running: trust the ratios more than the times, and neither much.[/]")
     bench = session.bench
-    if any(column.measure in session.measures for column in bench.columns):
-        title = (
-            f"Processes pinned to two cores: medians of {session.effort.rounds} interleaved rounds (least – greatest)"
-        )
-        console.print(subjects_table(title, bench.columns, session.results, session.notes))
+    title = f"Processes pinned to two cores: medians of {session.effort.rounds} interleaved rounds (least – greatest)"
+    for columns in tables_of([column for column in bench.columns if column.measure in session.measures]):
+        console.print(subjects_table(title, columns, session.results, session.notes))
     if session.sweep:
         console.print(sweep_table(session.sweep))
     verdicts = judge(bench.targets, session.results)
@@ -185,11 +193,12 @@ def parse_arguments(bench: Bench) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few repetitions, to see that it works")
     for option, default, known in (
-        ("--measures", bench.measures, (*bench.measures, SWEEP)),
+        ("--measures", bench.measures, (*bench.measures, *([SWEEP] if bench.sweep else []))),
         ("--subjects", bench.subjects, bench.subjects),
     ):
         parser.add_argument(option, type=listed(known), default=default, help=f"comma-separated, of {', '.join(known)}")
-    parser.add_argument("--sweep", action="store_true", help="add round trips at 8 B … 64 MiB")
+    if bench.sweep:
+        parser.add_argument("--sweep", action="store_true", help="add round trips at 8 B … 64 MiB")
     parser.add_argument("--rounds", type=int, help="rounds of each measure")
     parser.add_argument("--seconds", type=float, help="length of a round")
     parser.add_argument(
@@ -205,7 +214,7 @@ def main(bench: Bench) -> None:
         console.width = FILE_WIDTH
     effort, sweep_effort = QUICK if arguments.quick else FULL
     effort = replace(effort, rounds=arguments.rounds or effort.rounds, seconds=arguments.seconds or effort.seconds)
-    measures = [*arguments.measures, *([SWEEP] if arguments.sweep else [])]
+    measures = [*arguments.measures, *([SWEEP] if bench.sweep and arguments.sweep else [])]
     cores = pick_cores()
     about = environment(cores)
     with console.status("starting") as status:
