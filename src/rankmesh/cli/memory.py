@@ -26,8 +26,8 @@ examples:
   rankmesh bench memory --sizes 4K:64M:4 --seconds 0.5 --json memory.json
 
 A time is that of one read, or of one write until its bytes are at the owner: p50 and p99 of `count` reads, and of as
-many writes as fit. Paged: as many bytes in one batch of 4 KiB pieces, scattered over the region. Ranks of one host map an
-allocated region. #wrong counts bytes that came back changed; if there are any, the exit code is 1.
+many writes as fit. Paged: as many bytes in one batch of 4 KiB pieces, scattered over the region. Ranks of one host map
+an allocated region. #wrong counts bytes that came back changed; if there are any, the exit code is 1.
 """
 #: How rank 1 offers its memory.
 KINDS: Final = ("registered", "allocated")
