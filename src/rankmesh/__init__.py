@@ -1,8 +1,9 @@
-"""rankmesh: messages and remote calls between the ranks of a program, over TCP, TLS or in one process."""
+"""rankmesh: messages, remote calls and remote memory between the ranks of a program, on one host or many."""
 
 from rankmesh.config import Config, TlsFiles
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
 from rankmesh.errors import (
+    AccessDenied,
     BusyError,
     CancelledError,
     ClosedError,
@@ -17,15 +18,20 @@ from rankmesh.errors import (
     InvalidMessage,
     JoinError,
     NoConnection,
+    OutOfBounds,
     PeerError,
     PeerLost,
     ProtocolError,
     RankmeshError,
+    RegionError,
+    RegionNotFound,
     RemoteError,
+    StaleRegion,
     TransferAborted,
     TruncationError,
     UsageError,
 )
+from rankmesh.memory import MemoryAgent, Notification, Region, RegionEvent, RegionInfo, RegionWatch, RemoteRegion
 from rankmesh.mesh import Mesh, join
 from rankmesh.node import Endpoint, Peer
 from rankmesh.rpc import Channel, Hook, Ref, RpcAgent, Stream, current_call, trace_context
@@ -35,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ANY_SOURCE",
     "ANY_TAG",
+    "AccessDenied",
     "BusyError",
     "CancelledError",
     "Channel",
@@ -52,16 +59,27 @@ __all__ = [
     "InternalError",
     "InvalidMessage",
     "JoinError",
+    "MemoryAgent",
     "Mesh",
     "NoConnection",
+    "Notification",
+    "OutOfBounds",
     "Peer",
     "PeerError",
     "PeerLost",
     "ProtocolError",
     "RankmeshError",
     "Ref",
+    "Region",
+    "RegionError",
+    "RegionEvent",
+    "RegionInfo",
+    "RegionNotFound",
+    "RegionWatch",
     "RemoteError",
+    "RemoteRegion",
     "RpcAgent",
+    "StaleRegion",
     "Status",
     "Stream",
     "TlsFiles",

@@ -24,6 +24,7 @@ _COUNTS = (
     "rpc_threads",
     "rpc_queue_items",
     "rpc_queue_bytes",
+    "memory_queue_bytes",
     "max_handshakes",
 )
 
@@ -92,6 +93,9 @@ class Config:
     #: What a caller gets when that queue is full: "busy" raises BusyError there at once, "wait" lets it try again
     #: until its deadline.
     rpc_when_full: str = "busy"
+    #: Bookkeeping bytes of one peer's large reads and writes under way in this side's regions; more are refused with
+    #: BusyError.
+    memory_queue_bytes: int = 64 * MIB
     #: Connections that may be in the handshake at once; the oldest silent one makes room.
     max_handshakes: int = 128
 

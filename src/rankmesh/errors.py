@@ -12,6 +12,11 @@
     ├── JoinError                       the world did not come together; names who is missing or in the way
     ├── FunctionNotFound (LookupError)  the peer has no function of that name; names the nearest
     ├── InvalidMessage (ValueError)     a call's arguments do not fit its function, or its bytes are no call or reply
+    ├── RegionError                     a region of registered memory cannot be used as asked
+    │   ├── RegionNotFound (LookupError)    the peer has no region of that name; names the nearest
+    │   ├── StaleRegion                     the region was unregistered or registered anew, or its owner restarted
+    │   ├── AccessDenied (PermissionError)  the region does not allow this access, or not to this peer
+    │   └── OutOfBounds (IndexError)        the bytes asked for do not lie within the region
     ├── PeerError                       something the other side did, or that happened to it
     │   ├── ConnectError                no connection could be made, or it was refused
     │   │   └── NoConnection            a call found no connection, and none could be made
@@ -133,6 +138,39 @@ class InvalidMessage(RankmeshError, ValueError):
     peer: str = ""
     reason: str = ""
     hint = "Pass what the function's signature and type hints say."
+
+
+class RegionError(RankmeshError):
+    """A region of registered memory cannot be used as asked. Attributes: region (its name), peer (its owner)."""
+
+    region: str = ""
+    peer: str = ""
+
+
+class RegionNotFound(RegionError, LookupError):
+    """The peer has no region of that name. Attribute: nearest (registered names like it)."""
+
+    nearest: tuple[str, ...] = ()
+    hint = "Register it there, correct the name, or open it with wait=True."
+
+
+class StaleRegion(RegionError):
+    """The region was unregistered or registered anew, or its owner restarted: this handle is worth nothing now."""
+
+    hint = "Open the region again."
+
+
+class AccessDenied(RegionError, PermissionError):
+    """The region does not allow this kind of access, or not to this peer."""
+
+    hint = "Register the region with the access= and allow= that are needed."
+
+
+class OutOfBounds(RegionError, IndexError):
+    """The bytes asked for do not all lie within the region; none was moved. Attribute: nbytes (the region's size)."""
+
+    nbytes: int = 0
+    hint = "Correct the offset or the length."
 
 
 class PeerError(RankmeshError):

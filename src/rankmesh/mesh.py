@@ -22,6 +22,7 @@ from rankmesh.errors import ConfigError, JoinError, PeerLost, UsageError
 from rankmesh.membership.environment import detect
 from rankmesh.membership.rendezvous import Meeting, Member, host_store, meet, open_endpoint, read_file
 from rankmesh.membership.store import StoreServer
+from rankmesh.memory import MemoryAgent
 from rankmesh.node import Endpoint, Peer
 from rankmesh.rpc import RpcAgent
 from rankmesh.wire.messages import Control, Lost, plain
@@ -179,6 +180,11 @@ class Mesh:
     def rpc(self) -> RpcAgent:
         """Functions that other ranks may call, and calls of theirs."""
         return self._endpoint.rpc
+
+    @property
+    def memory(self) -> MemoryAgent:
+        """Memory that other ranks may read and write, and theirs."""
+        return self._endpoint.memory
 
     # ------------------------------------------------------------------ messages
 

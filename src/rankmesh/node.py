@@ -1,7 +1,8 @@
-"""Endpoint and Peer as users have them: messages from below, and RPC on top. The composition root without ranks.
+"""Endpoint and Peer as users have them: messages from below, RPC and memory on top. The composition root without ranks.
 
-The layers do not know of each other: `endpoint` carries services and knows none, `rpc` stands on `endpoint`. Here they
-are put together: an agent is made when it is first used, and an endpoint that nobody uses RPC on has none.
+The layers do not know of each other: `endpoint` carries services and knows none, `rpc` and `memory` stand on
+`endpoint`. Here they are put together. The agent of RPC is made when it is first used. That of memory is there from the
+beginning: others may wait for regions before there is any.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 from rankmesh import endpoint
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.work import Work
+from rankmesh.memory import MemoryAgent, RegionInfo, RemoteRegion
 from rankmesh.rpc import Channel, Ref, RpcAgent, Stream
 
 
 class Peer(endpoint.Peer):
-    """Another endpoint: messages to and from it, and calls of its functions. `Endpoint.connect()` and
+    """Another endpoint: messages to and from it, calls of its functions, its memory. `Endpoint.connect()` and
     `Endpoint.accept()` make them."""
 
     def __init__(self, owner: Endpoint, **about: Any) -> None:
@@ -65,15 +67,29 @@ class Peer(endpoint.Peer):
         """Call a function there and leave its result where it is."""
         return self._owner.rpc.remote(self, function, *args, timeout=timeout, **kwargs)
 
+    def open(self, name: str, *, wait: bool = False, timeout: float | None = None) -> RemoteRegion:
+        """A region of memory there, to read and write. As `MemoryAgent.open`."""
+        return self._owner.memory.open(self, name, wait=wait, timeout=timeout)
+
+    def regions(self, timeout: float | None = None) -> list[RegionInfo]:
+        """The regions that one may open there."""
+        return self._owner.memory.list(self, timeout=timeout)
+
 
 class Endpoint(endpoint.Endpoint):
-    """Listens on an address, connects to other endpoints, exchanges messages with each of them, and calls functions.
+    """Listens on an address, connects to other endpoints, exchanges messages with each of them, calls functions, and
+    reads and writes memory.
 
     All methods may be used from many threads. After `fork()` the child's copy raises ClosedError.
     """
 
+    #: Memory that others may read and write, and theirs.
+    memory: MemoryAgent
     _rpc: RpcAgent | None = None
     _ranks: Sequence[Router] | None = None
+
+    def _serve(self) -> None:
+        self.memory = MemoryAgent(self, lambda: self._ranks)
 
     def _make_peer(self, **about: Any) -> Peer:
         return Peer(self, **about)

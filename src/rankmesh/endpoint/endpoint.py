@@ -101,6 +101,7 @@ class Endpoint:
         self.hub.dial_trouble = self._connector.trouble
         self.hub.departed = self._departed
         self._addresses: tuple[str, ...] = ()
+        self._serve()
         try:
             if address is not None:
                 self._addresses = (self._listen(Address.parse(address), advertise),)
@@ -110,6 +111,9 @@ class Endpoint:
         self.hub.engine.start()
         with self.hub.engine:
             self.hub.start_heartbeat()
+
+    def _serve(self) -> None:
+        """What is put on top of endpoints attaches here what must be there for the first request."""
 
     def _listen(self, address: Address, advertise: str | None) -> str:
         if address.is_wildcard and advertise is None:

@@ -16,6 +16,7 @@ from rankmesh.endpoint.direct import Direct, RingPath, SocketPath
 from rankmesh.endpoint.frames import TURN_BYTES
 from rankmesh.endpoint.incoming import Incoming
 from rankmesh.endpoint.outbound import RPC, RPC_FLAG
+from rankmesh.endpoint.posted import Posted
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError
 from rankmesh.wire.credit import OVERHEAD, CreditIn
@@ -59,7 +60,7 @@ class Inbound:
         self._unowed: set[Message] = set()
         #: What to do when the payload under way is complete, and the receive it belongs to, if any.
         self._then: Callable[[], None] | None = None
-        self._landing: Landing | None = None
+        self._landing: Landing | Posted | None = None
         self.frames = 0
         self.bytes = 0
         #: Set by traffic, cleared by the heartbeat.
@@ -103,12 +104,18 @@ class Inbound:
         self.direct = None
         self.calm = False
         self._then = None
-        landings = {id(landing): landing for landing in (self._landing, *self.incoming.detach()) if landing is not None}
+        under_way = (self._landing, *self.incoming.detach())
+        landings = {id(landing): landing for landing in under_way if isinstance(landing, Landing)}
         self._landing = None
         self._unowed.update(message for message in self._matcher.unexpected() if message.router is self.router)
         for landing in landings.values():
             self._hub.rpc_landed(landing)
         return [landing.receive for landing in landings.values() if landing.receive is not None]
+
+    @property
+    def expects_more(self) -> bool:
+        """Further frames came with the one that is being handled: what answers it may wait for the rest."""
+        return self._parser.buffered
 
     @property
     def idle(self) -> bool:
@@ -229,7 +236,7 @@ class Inbound:
             self._parser.into(view)
             self._then = functools.partial(then, header, view)
 
-    def land(self, landing: Landing, view: memoryview | None, then: Callable[[], None]) -> None:
+    def land(self, landing: Landing | Posted, view: memoryview | None, then: Callable[[], None]) -> None:
         """Put the payload where it belongs, or nowhere, and call `then` once it is there."""
         if self._parser.drop() if view is None else self._parser.into(view):
             then()
@@ -237,7 +244,7 @@ class Inbound:
             self._landing = landing
             self._then = then
 
-    def divert(self, landing: Landing) -> None:
+    def divert(self, landing: Landing | Posted) -> None:
         """If `landing`'s bytes are being received, the rest goes nowhere."""
         if self._landing is landing:
             self._parser.divert()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rankmesh.endpoint.frames import MAX_ANNOUNCED
 from rankmesh.endpoint.outbound import RPC
+from rankmesh.endpoint.posted import FIRST, Posted
 from rankmesh.endpoint.sharing import Copy, Reference
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError, TransferAborted
@@ -32,6 +33,7 @@ class Incoming:
         self._hub = inbound.router.hub
         self._engine = inbound.router.engine
         self._config = inbound.router.hub.config
+        self._arrivals = inbound.router.arrivals
         self._attached = False
         self._polled: PolledLink | None = None
         #: Granted and not complete, by ident; of those, the ones that are copied from the sender's arena.
@@ -55,12 +57,13 @@ class Incoming:
         for message in self._announced.values():
             self._hub.matcher.discard(message)
         self._announced.clear()
+        self._arrivals.clear()
         self._hub.rpc_withdrawn(self)
         return landings
 
     @property
     def idle(self) -> bool:
-        return not (self._incoming or self._announced)
+        return not (self._incoming or self._announced or self._arrivals.posted)
 
     def deliver(self, message: Message, receive: Receive) -> None:
         """A receive was posted for a message that was announced."""
@@ -159,6 +162,10 @@ class Incoming:
 
     def on_data(self, header: Header) -> None:
         ident, nbytes, offset = header[5], header[6], header[7]
+        if ident >= FIRST:
+            posted = self._arrivals.get(ident, offset, nbytes)
+            self._inbound.land(posted, posted.place(nbytes), functools.partial(self._posted_landed, posted, nbytes))
+            return
         landing = self._incoming.get(ident)
         if landing is None or ident in self._copies:
             raise ProtocolError(f"data of transfer {ident}, which was not granted", reason="unknown transfer")
@@ -169,6 +176,10 @@ class Incoming:
             )
         view = None if landing.view is None else landing.view[offset : offset + nbytes]
         self._inbound.land(landing, view, functools.partial(self._piece_landed, landing, nbytes))
+
+    def _posted_landed(self, posted: Posted, nbytes: int) -> None:
+        self._inbound.bytes += nbytes
+        posted.landed(nbytes)
 
     def _piece_landed(self, landing: Landing, nbytes: int) -> None:
         landing.got += nbytes
@@ -211,6 +222,9 @@ class Incoming:
                 self._hub.post(landing.receive, again=True)
 
     def on_abort(self, header: Header) -> None:
+        if header[5] >= FIRST:
+            self._arrivals.aborted(header[5])
+            return
         landing = self._incoming.pop(header[5], None)
         self._copies.pop(header[5], None)
         if landing is None:

@@ -10,7 +10,7 @@ So a control frame waits for at most one batch (COMMIT_BYTES) in front of it, wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, Protocol
 
@@ -188,28 +188,40 @@ class OutQueue:
 
 
 class Cursor:
-    """Walks over a list of buffers as if they were one, handing out pieces without copying."""
+    """Walks over a run of buffers as if they were one, handing out pieces without copying."""
 
-    __slots__ = ("_at", "_index", "_parts", "offset")
+    __slots__ = ("_at", "_part", "_parts", "offset")
 
-    def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._parts = parts
-        self._index = 0
+    def __init__(self, parts: Iterable[memoryview]) -> None:
+        self._parts = iter(parts)
+        #: What is left to hand out of a part from `_at` on; None: the next one is due.
+        self._part: memoryview | None = None
         self._at = 0
         self.offset = 0
 
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
-        began = self.offset
+        began, left = self.offset, limit
         pieces: list[memoryview] = []
-        while limit and self._index < len(self._parts) and len(pieces) < COMMIT_BUFFERS - 1:
-            part = self._parts[self._index]
-            piece = part[self._at : self._at + limit]
-            if len(piece):
-                pieces.append(piece)
-                limit -= len(piece)
-                self.offset += len(piece)
-                self._at += len(piece)
-            if self._at == len(part):
-                self._index += 1
+        while left and len(pieces) < COMMIT_BUFFERS - 1:
+            part = self._part
+            if part is None:
+                part = next(self._parts, None)
+                if part is None:
+                    break
+                size = len(part)
+                if size <= left:  # many small parts pass here, each as a whole
+                    if size:
+                        pieces.append(part)
+                        left -= size
+                    continue
+                self._part = part
                 self._at = 0
+            at = self._at
+            piece = part[at : at + left]
+            pieces.append(piece)
+            left -= len(piece)
+            self._at = at = at + len(piece)
+            if at == len(part):
+                self._part = None
+        self.offset = began + limit - left
         return began, pieces

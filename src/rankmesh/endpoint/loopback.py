@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rankmesh.buffers import readable
-from rankmesh.endpoint.lanes import Lane
+from rankmesh.endpoint.lanes import Lane, Transfer
 from rankmesh.endpoint.outbound import RPC
+from rankmesh.endpoint.posted import Arrivals, Posted
 from rankmesh.endpoint.requests import Awaiting, Conversation
 from rankmesh.endpoint.shortcut import Carrier
 from rankmesh.endpoint.transfers import Message, Receive, Send, SendState
 from rankmesh.errors import PeerLost, UsageError
 from rankmesh.wire.credit import OVERHEAD
-from rankmesh.wire.header import Flag, Kind
+from rankmesh.wire.header import DATA_LIMIT, Flag, Kind
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
@@ -30,6 +31,8 @@ class Loopback(Conversation):
     #: There is no connection to look at.
     direct = None
     carrier = Carrier("self", "this process")
+    #: Nothing is joined: it is copied once.
+    join_below = 0
 
     def __init__(self, hub: Hub, peer: Peer, index: int) -> None:
         super().__init__()
@@ -46,6 +49,7 @@ class Loopback(Conversation):
         self._last_ident = 0
         self._kept = 0
         self._sends: dict[Message, Send] = {}
+        self.arrivals = Arrivals()
 
     def send_buffer(self, group: int, tag: int, data: Any, timeout: float | None) -> None:
         """Takes the lock. Like a peer's: returns when the buffer may be reused."""
@@ -138,6 +142,31 @@ class Loopback(Conversation):
         _gather(send.parts, view)
         send.finish(None)
         self.on_rpc(send.flags, send.group, send.tag or 0, view, True)
+
+    def move(self, transfer: Transfer, nbytes: int) -> None:
+        """Bytes that have a place already: copied there."""
+        posted = self.arrivals.posted[transfer.ident]
+        while pieces := transfer.next_piece(DATA_LIMIT)[1]:
+            size = sum(map(len, pieces))
+            view = posted.place(size)
+            if view is not None:
+                _gather(pieces, view)
+            transfer.frame_sent(size)
+            posted.landed(size)
+
+    def halt(self, transfer: Transfer) -> None:
+        """Nothing is ever under way."""
+
+    @property
+    def expects_more(self) -> bool:
+        """Requests to oneself come one by one."""
+        return False
+
+    def divert(self, posted: Posted) -> None:
+        """Nothing is ever under way."""
+
+    def control(self, kind: Kind, ident: int, lane: Lane = Lane.CONTROL) -> None:
+        """What a transfer says about itself: nothing, as it is over when it has begun."""
 
     def flush(self) -> None:
         """Nothing is ever queued."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.buffers import readable
 from rankmesh.endpoint.frames import MAX_ANNOUNCED, FrameSender
-from rankmesh.endpoint.lanes import Frame, Lane
+from rankmesh.endpoint.lanes import Frame, Lane, Transfer
 from rankmesh.endpoint.sharing import Offers
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import BusyError, ProtocolError, UsageError
@@ -39,6 +39,10 @@ RPC_FLAG: Final = {int(Kind.REQUEST): int(Flag.REQUEST), int(Kind.REPLY): int(Fl
 
 #: Up to this size header and payload are joined into one buffer: cheaper than a gathering system call.
 JOIN_BYTES: Final = 16 * 1024
+#: A gathering system call takes small buffers at about 0.1 us each, which is the copying of a KiB; a link that has none
+#: takes them one by one, at several us each.
+GATHER_FROM: Final = 1024
+WRITE_FROM: Final = 64 * 1024
 #: What a waiting or announced send costs in bookkeeping, for the bound on them.
 SEND_COST: Final = 512
 
@@ -63,6 +67,8 @@ class Outbound(FrameSender):
         #: Of requests and replies that have not left, but for those that `send_rpc` queued.
         self.rpc_bytes = 0
         self._join_limit = 0
+        #: Buffers of a transfer that are smaller than this are better joined before they are handed to the link.
+        self.join_below = WRITE_FROM
 
     def attach(self, link: Link, remote: Identity, polled: PolledLink | None) -> None:
         self._open(link)
@@ -70,6 +76,7 @@ class Outbound(FrameSender):
         self._eager_limit = min(self._config.eager_bytes, remote.eager_bytes)
         self._join_limit = min(self._eager_limit, JOIN_BYTES)
         self._ring = self._offers = None
+        self.join_below = GATHER_FROM if link.drained_on_short_read else WRITE_FROM
         if polled is not None and polled.writer is not None:
             self._offers = Offers(polled, self._router.hub.arena)
             self._ring, self._after_write, self._fence = polled.writer, polled.after_write, polled.fence
@@ -229,6 +236,19 @@ class Outbound(FrameSender):
         self._queue.resume(frame)
         self.flush()
         return send
+
+    def move(self, transfer: Transfer, nbytes: int) -> None:
+        """Send bytes that the other side has a place for (endpoint/posted.py), in turn with other bulk transfers."""
+        self._queue.push_bulk(transfer)
+        self._clear = False
+        self.frames += 1
+        self.bytes += nbytes
+        if not self.blocked:  # else readiness flushes
+            self.flush()
+
+    def halt(self, transfer: Transfer) -> None:
+        """From now on the memory of a transfer that was given to `move` is not read."""
+        self._queue.withdraw(transfer)
 
     def start(self, send: Send) -> None:
         """Put a send on its way, or behind those that wait."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from rankmesh.endpoint.inbound import Inbound
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import Outbound
+from rankmesh.endpoint.posted import Arrivals
 from rankmesh.endpoint.progress import Look
 from rankmesh.endpoint.requests import Awaiting, Conversation, Request
 from rankmesh.endpoint.transfers import Send
@@ -58,6 +59,8 @@ class PeerRouter(Conversation):
         self.lost_at = 0.0
         #: Kept open although it is quiet.
         self.pinned = False
+        #: Places for bytes that need no announcement.
+        self.arrivals = Arrivals()
         self.outbound = Outbound(self)
         self.inbound = Inbound(self)
         self.last_heard = 0.0

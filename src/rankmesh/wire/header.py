@@ -18,6 +18,8 @@ before anything is allocated. Rules of the conversation:
   the transfer ends with its last byte or with ABORT.
 - An announcement with Flag.SHARED carries a reference to memory that both sides map (endpoint/sharing.py): the
   receiver may copy the message from there, and then answers REFUSE, because it needs no bytes.
+- DATA of a transfer that a request asked for, or brings with it, needs no announcement: its ident is the request's
+  with one of the two highest bits (endpoint/posted.py).
 - WITHDRAW takes back an announcement. Every announcement is answered once, by GRANT or REFUSE: a GRANT that crossed
   the WITHDRAW is the answer (and the receiver posts its receive anew), otherwise the receiver answers REFUSE.
 - REQUEST and REPLY carry a whole RPC message, or are announced with Flag.REQUEST or Flag.REPLY.

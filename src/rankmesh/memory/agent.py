@@ -1,0 +1,199 @@
+"""MemoryAgent: regions of this endpoint that others may use, and theirs. One per endpoint.
+
+Whose region is meant is a rank (on a mesh) or a Peer; oneself, too. Every wait takes `timeout` in seconds (None:
+Config.timeout).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from rankmesh.endpoint import Endpoint, Peer
+from rankmesh.endpoint.router import Router
+from rankmesh.errors import UsageError
+from rankmesh.memory.flow import Flow
+from rankmesh.memory.operations import Query
+from rankmesh.memory.protocol import (
+    REQUEST,
+    SERVICE,
+    Bit,
+    Op,
+    RegionInfo,
+    decode_description,
+    decode_list,
+    encode_name,
+    info_of,
+)
+from rankmesh.memory.region import Region
+from rankmesh.memory.remote import RemoteRegion
+from rankmesh.memory.server import MemoryServer
+from rankmesh.memory.watching import RegionWatch
+
+_Infos = list[RegionInfo]  # `list` means something else in the class below
+#: Whose regions are meant.
+Where = int | Peer | Endpoint
+
+
+class MemoryAgent:
+    """Memory between this endpoint and others. All methods may be used from many threads."""
+
+    def __init__(self, endpoint: Endpoint, ranks: Callable[[], Sequence[Router] | None]) -> None:
+        """`ranks`: the routers of a mesh, by rank, once there is one. With the engine's lock."""
+        self._endpoint = endpoint
+        self._hub = endpoint.hub
+        self._config = endpoint.config
+        self._ranks = ranks
+        self._oneself: Router | None = None
+        self._flows: dict[int, Flow] = {}
+        self._server = server = MemoryServer(self._hub, self._name)
+        endpoint.attach(SERVICE, server.on_request, server.on_request, self)
+
+    # ------------------------------------------------------------------ regions of one's own
+
+    def register(
+        self, name: str, buffer: Any, *, access: str = "rw", allow: Iterable[Peer | int | str] | None = None
+    ) -> Region:
+        """Let others read and write `buffer`, where it lies, under `name`.
+
+        `buffer`: a numpy array, a bytearray, a memoryview, an mmap, a CPU tensor; contiguous, and kept alive by the
+        region. `access`: "r", "w" or "rw". `allow`: who may use it (Peers, ranks, names of peers); None: everybody that
+        is connected. A name is used once at a time.
+        """
+        encode_name(name)
+        region = Region(self._server, name, buffer, access, self._server.new_generation())
+        return self._add(region, allow)
+
+    def allocate(
+        self,
+        name: str,
+        shape: int | Sequence[int],
+        dtype: DTypeLike = np.uint8,
+        *,
+        access: str = "rw",
+        allow: Iterable[Peer | int | str] | None = None,
+    ) -> Region:
+        """Register new memory, all zeros, that peers on this host may map: reads and writes of theirs are plain copies.
+        It is the region's `array`."""
+        encode_name(name)
+        kind = np.dtype(dtype)
+        shape = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
+        if kind.hasobject or not kind.itemsize * math.prod(shape):
+            raise UsageError(f"No memory can be allocated for shape {shape} and dtype {kind}. Ask for some bytes.")
+        region = Region(self._server, name, np.zeros(shape, kind), access, self._server.new_generation())
+        return self._add(region, allow)
+
+    def _add(self, region: Region, allow: Iterable[Peer | int | str] | None) -> Region:
+        region.allow(allow)
+        with self._hub.engine:
+            self._server.add(region)
+        return region
+
+    def unregister(self, region: str | Region, *, abort: bool = False, timeout: float | None = None) -> None:
+        """Take a region back. Nobody can begin to use it from now on; on return nobody does, and its memory is the
+        caller's alone. Transfers under way are waited for (DeadlineError: some still were), or with `abort` ended: they
+        fail with StaleRegion."""
+        if isinstance(region, str):
+            found = self._server.regions.get(region)
+            if found is None:
+                raise UsageError(f"There is no region {region!r} to unregister. See `regions` for those there are.")
+            region = found
+        self._server.unregister(region, abort, timeout)
+
+    @property
+    def regions(self) -> dict[str, Region]:
+        """One's own, by name."""
+        return dict(self._server.regions)
+
+    # ------------------------------------------------------------------ regions of others
+
+    def open(self, where: Where, name: str, *, wait: bool = False, timeout: float | None = None) -> RemoteRegion:
+        """Look a region up now. RegionNotFound if there is none; with `wait`, wait until it is registered."""
+        encoded = encode_name(name)
+        flow = self._flow(where)
+        body = REQUEST.pack(Op.OPEN, Bit.WAIT if wait else 0, len(encoded), 0, 0, 0, 0) + encoded
+        query = Query(flow, name, "open", body, self._seconds(timeout), decode_description)
+        return RemoteRegion(flow, info_of(query.complete()))
+
+    def list(self, where: Where, *, timeout: float | None = None) -> _Infos:
+        """The regions that one may open there."""
+        flow = self._flow(where)
+        body = REQUEST.pack(Op.LIST, 0, 0, 0, 0, 0, 0)
+        query = Query(flow, "*", "list", body, self._seconds(timeout), decode_list)
+        return [info_of(description) for description in query.complete()]
+
+    def watch(self, where: Where, *, timeout: float | None = None) -> RegionWatch:
+        """See regions come and go there; those that are there come first."""
+        return RegionWatch.begin(self._flow(where), self._seconds(timeout), self._config.timeout)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the beginning, and what is under way."""
+        server = self._server
+        with self._hub.engine:
+            moving = sum(len(region.moving) for region in server.regions.values())
+            return {
+                "regions": len(server.regions),
+                "served": server.served,
+                "refused": server.refused,
+                "transfers": moving,
+            }
+
+    def __repr__(self) -> str:
+        return f"<MemoryAgent of {self._endpoint.name!r}: {len(self._server.regions)} regions>"
+
+    # ------------------------------------------------------------------ who is who
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self._config.timeout if timeout is None else timeout
+
+    def _name(self, router: Router) -> Any:
+        """How users name the one behind a router."""
+        ranks = self._ranks()
+        return router.peer if ranks is None or router.peer.rank is None else router.peer.rank
+
+    def _flow(self, where: Where) -> Flow:
+        router = self._router(where)
+        with self._hub.engine:
+            self._hub.check_open()
+            flow = self._flows.get(router.index)
+            if flow is None:
+                flow = self._flows[router.index] = Flow(router)
+            return flow
+
+    def _router(self, where: Where) -> Router:
+        if isinstance(where, Peer):
+            return where.router
+        ranks = self._ranks()
+        if isinstance(where, int) and ranks is not None:
+            if not 0 <= where < len(ranks):
+                raise UsageError(f"There is no rank {where} in a world of {len(ranks)}. Correct the rank.")
+            return ranks[where]
+        if where is self._endpoint:
+            if self._oneself is None:
+                with self._hub.engine:
+                    self._oneself = self._endpoint.oneself().router
+            return self._oneself
+        raise UsageError(f"{where!r} is no {'Peer' if ranks is None else 'rank or Peer'} of this endpoint. Pass one.")
+
+    # ------------------------------------------------------------------ as an agent of the endpoint
+
+    def needs(self, router: Router) -> bool:
+        return self._server.needs(router)
+
+    def peer_lost(self, router: Router) -> None:
+        self._server.peer_lost(router)
+        flow = self._flows.pop(router.index, None)
+        if flow is not None:
+            flow.abandon(router.lost_error)
+
+    def closing(self) -> None:
+        self._server.closing()
+        for flow in self._flows.values():
+            flow.abandon(self._hub.closed_error)
+
+    def closed(self) -> None:
+        """Nothing is left to free."""

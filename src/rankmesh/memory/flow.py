@@ -1,0 +1,127 @@
+"""What one peer is asked for at once, and how it leaves. All methods need the engine's lock.
+
+Requests that cost the owner memory until their answers have left (small reads and writes) are held back beyond a
+window, so a burst of them never fills a queue there: they wait here, where the caller's own bound applies.
+
+Small operations coalesce. One that somebody waits for leaves at once. One begun with `async_op` while others are under
+way waits for company: it leaves with the next that is urgent, when some answer has come, when enough have gathered,
+when somebody waits for one of them, or by the endpoint's own thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from rankmesh.endpoint.outbound import SEND_COST
+from rankmesh.endpoint.router import PeerRouter, Router
+from rankmesh.errors import BusyError, RankmeshError, StaleRegion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankmesh.memory.operations import Operation
+
+#: Bytes of requests and answers that may be under way at once.
+WINDOW: Final = 4 * 1024 * 1024
+#: Requests that leave together at most.
+COMPANY: Final = 64
+
+
+class Flow:
+    """See the module's text."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self._engine = router.engine
+        self._hub = router.hub
+        self._waiting: deque[Operation] = deque()
+        self._cost = 0
+        #: Requests that were handed to the connection and not flushed.
+        self._gathered = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting
+
+    def submit(self, operation: Operation, urgent: bool) -> None:
+        """Send a request, or let it wait for its turn."""
+        if self._hub.closed:
+            self._hub.check_open()
+        if self.router.gone:
+            raise self._gone(operation)
+        if self._waiting or (self._cost and self._cost + operation.cost > WINDOW):
+            bound = self._hub.config.send_queue_bytes
+            if len(self._waiting) * SEND_COST >= bound:
+                raise BusyError(
+                    f"{len(self._waiting)} operations wait for {self.router.peer} already, as many as "
+                    f"Config.send_queue_bytes ({bound}) allows."
+                )
+            self._waiting.append(operation)
+            operation.queued = True
+            return
+        self._send(operation, more=not urgent and self._cost > 0)
+
+    def _send(self, operation: Operation, more: bool) -> None:
+        self._cost += operation.cost
+        operation.counted = True
+        operation.send(more)
+        if more:
+            self._gathered += 1
+            if self._gathered == 1:
+                self._engine.call_at(0.0, self.flush)
+                self._engine.background.wake()
+            elif self._gathered >= COMPANY:
+                self.flush()
+
+    def flush(self) -> None:
+        """Let go what has gathered."""
+        if self._gathered:
+            self._gathered = 0
+            self.router.outbound.flush()
+
+    def left(self, operation: Operation) -> None:
+        """An operation has ended: others may begin."""
+        self._cost -= operation.cost
+        if self._waiting:
+            self._advance()
+        if self._gathered:
+            self.flush()
+
+    def _advance(self) -> None:
+        while self._waiting and not self.router.gone and not self._hub.closed:
+            operation = self._waiting[0]
+            if self._cost and self._cost + operation.cost > WINDOW:
+                return
+            self._waiting.popleft()
+            operation.queued = False
+            try:
+                self._send(operation, more=True)
+            except RankmeshError as error:
+                operation.fail(error)
+
+    def withdraw(self, operation: Operation) -> None:
+        """One that waits is given up."""
+        self._waiting.remove(operation)
+        operation.queued = False
+
+    def abandon(self, make_error: Callable[[str, int | None], RankmeshError]) -> None:
+        """The peer is gone, or this side closes: those that wait will never leave."""
+        waiting, self._waiting = self._waiting, deque()
+        for operation in waiting:
+            operation.queued = False
+            operation.fail(make_error(operation.op, None))
+
+    def _gone(self, operation: Operation) -> RankmeshError:
+        """The owner is gone; if it is back, under its old name, then as another process, which knows none of our
+        handles."""
+        peer = self.router.peer
+        for other in self._hub.routers.values():
+            if isinstance(other, PeerRouter) and not other.gone and peer.name and other.peer.name == peer.name:
+                return StaleRegion(
+                    f"{peer} is lost, and {other.peer} has taken its place: {operation.op} it cannot go on.",
+                    region=operation.region,
+                    peer=str(peer),
+                )
+        error: RankmeshError = self.router.lost_error(operation.op, None)
+        return error

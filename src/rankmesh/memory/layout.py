@@ -1,0 +1,164 @@
+"""Where bytes lie: the caller's arrays as runs of views, and blocks of a region as pieces of a request. Pure.
+
+An array is walked in C order. Its innermost axes that lie together make one stretch; the axes outside them say where
+the stretches begin. The same goes for a numpy-style index into a region: it is put to an array of the region's shape
+that has no memory, and the strides of the result tell which bytes are meant.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rankmesh.buffers import readable, writable
+from rankmesh.errors import OutOfBounds, UsageError
+
+#: (offset, length, stride, count): `count` stretches of `length` bytes of a region, `stride` apart.
+Block = tuple[int, int, int, int]
+
+
+class Stretches(NamedTuple):
+    """How an array lies: stretches of `nbytes`, and the axes that say where they begin."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def starts(self) -> list[int]:
+        """The beginnings, relative to the first."""
+        at = np.zeros(1, np.int64)
+        for extent, stride in zip(self.shape, self.strides, strict=True):
+            at = (at[:, None] + np.arange(extent, dtype=np.int64) * stride).reshape(-1)
+        return at.tolist()
+
+    def blocks(self, offset: int) -> list[Block]:
+        """The same in a region, from `offset` on."""
+        if not self.shape:
+            return [(offset, self.nbytes, 0, 1)]
+        outer = Stretches(self.nbytes, self.shape[:-1], self.strides[:-1])
+        stride, count = self.strides[-1], self.shape[-1]
+        return [(offset + start, self.nbytes, stride, count) for start in outer.starts()]
+
+
+def stretches(array: np.ndarray[Any, Any]) -> Stretches:
+    """Raises UsageError for arrays that run backwards."""
+    nbytes = array.itemsize
+    axes = [(extent, stride) for extent, stride in zip(array.shape, array.strides, strict=True) if extent != 1]
+    while axes and axes[-1][1] == nbytes:
+        nbytes *= axes.pop()[0]
+    if any(stride < 0 for _, stride in axes):
+        raise UsageError("An array with a negative stride cannot be moved as it lies. Pass numpy.ascontiguousarray(x).")
+    return Stretches(nbytes, tuple(extent for extent, _ in axes), tuple(stride for _, stride in axes))
+
+
+class Rows:
+    """Views of an array's stretches, made one by one when they are asked for."""
+
+    __slots__ = ("_flat", "_nbytes", "_starts")
+
+    def __init__(self, flat: memoryview, starts: Sequence[int], nbytes: int) -> None:
+        self._flat = flat
+        self._starts = starts
+        self._nbytes = nbytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        flat, nbytes = self._flat, self._nbytes
+        return (flat[start : start + nbytes] for start in self._starts)
+
+
+def local(data: Any, *, writes: bool) -> Iterable[memoryview]:
+    """The caller's memory, as views in C order: nothing is copied. `writes`: it will be written to."""
+    try:
+        view = memoryview(data).cast("B")
+        if not (writes and view.readonly):
+            return (view,)
+    except (TypeError, ValueError):  # no plain buffer: strided, empty, foreign, or of a dtype without a format
+        pass
+    if isinstance(data, np.ndarray) and not data.flags.c_contiguous and not data.dtype.hasobject:
+        if writes and not data.flags.writeable:
+            raise UsageError("This array is read-only and cannot be read into. Pass one that can be written to.")
+        return _strided(data)
+    return (writable(data) if writes else readable(data),)
+
+
+def _strided(array: np.ndarray[Any, Any]) -> Iterable[memoryview]:
+    if not array.size:
+        return ()
+    lie = stretches(array)
+    starts = lie.starts()
+    # all memory from the array's first byte to its last, as bytes: `as_strided` keeps the array alive
+    first = array[(slice(0, 1),) * array.ndim].reshape(1).view(np.uint8)
+    flat = np.lib.stride_tricks.as_strided(first, (starts[-1] + lie.nbytes,), (1,))
+    return Rows(flat.data, starts, lie.nbytes)
+
+
+def rows(data: Any, offset: int, stride: int) -> Block:
+    """The place of an array's rows (along its first axis), `stride` apart."""
+    shape = tuple(getattr(data, "shape", ()))
+    if len(shape) < 2:
+        raise UsageError(
+            f"stride= places the rows of an array of two or more dimensions; this {type(data).__name__} has "
+            f"{len(shape)}. Reshape it, or leave stride= out."
+        )
+    nbytes = data.nbytes if isinstance(data, np.ndarray | memoryview) else np.asarray(data).nbytes
+    if not shape[0] or not nbytes:
+        return offset, 0, 0, 1
+    if stride < 0:
+        raise OutOfBounds(f"A stride of {stride} bytes runs backwards.", hint="Pass a stride that is not negative.")
+    return offset, nbytes // shape[0], stride, shape[0]
+
+
+class Indexed(NamedTuple):
+    """What a numpy-style index means: blocks of the region, the shape of the result, and whether that is an item."""
+
+    blocks: list[Block]
+    shape: tuple[int, ...]
+    item: bool
+
+
+def indexed(index: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Indexed:
+    """Raises UsageError for an index that is not basic, OutOfBounds for one outside."""
+    parts = index if isinstance(index, tuple) else (index,)
+    for part in parts:
+        if not (isinstance(part, slice) or part is Ellipsis or _is_int(part)):
+            raise UsageError(
+                f"A region is indexed by ints, slices and `...`, not by a {type(part).__name__}. Use read_batch() and "
+                "write_batch() for anything else."
+            )
+    # `...` makes the result a view in any case: an item would be read, from memory that is not there
+    asked = parts if Ellipsis in parts else (*parts, Ellipsis)
+    whole = np.lib.stride_tricks.as_strided(
+        np.empty(1, np.dtype((np.void, dtype.itemsize))), shape, _strides(shape, dtype)
+    )
+    try:
+        chosen = whole[asked]
+    except IndexError as error:
+        raise OutOfBounds(f"{error}; the region has shape {shape}.") from error
+    if not chosen.size:
+        return Indexed([], chosen.shape, False)
+    offset = chosen.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+    blocks = stretches(chosen).blocks(offset)
+    return Indexed(blocks, chosen.shape, item=not chosen.ndim and asked is not parts)
+
+
+def _is_int(part: Any) -> bool:
+    return hasattr(part, "__index__") and not isinstance(part, np.ndarray | bool | np.bool_)
+
+
+def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    strides = [dtype.itemsize]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(extent, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def pack_blocks(blocks: Sequence[Block]) -> tuple[bytes, bool]:
+    """Blocks as they travel, and whether they are strided."""
+    strided = any(count != 1 for _, _, _, count in blocks)
+    table = blocks if strided else [(offset, length) for offset, length, _, _ in blocks]
+    flat = itertools.chain.from_iterable(table)
+    return struct.pack(f"<{len(blocks) * (4 if strided else 2)}Q", *flat), strided

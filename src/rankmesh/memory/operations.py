@@ -1,0 +1,394 @@
+"""Operations under way on another's memory, as whoever asked for them sees them.
+
+An operation is a Work that waits in its router's `requests` under its ident. The caller's thread packs the request,
+takes the lock once, sends with one system call, and drives the engine itself until the answer is there. What is small
+comes in the reply and is copied from the staging buffer; what is large is received straight into the caller's memory,
+whose place is posted before the request leaves (endpoint/posted.py).
+
+Giving up (timeout, cancel) detaches the caller's memory first. A read that was sent stays known, without it, until its
+last byte or the owner's answer has come: nothing that still arrives is taken for something else. A write stops; what
+of it was applied is not undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from rankmesh.endpoint.lanes import Lane
+from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow, Posted
+from rankmesh.endpoint.transfers import Send, SendState
+from rankmesh.endpoint.work import Work
+from rankmesh.errors import CancelledError, ProtocolError, RankmeshError, RegionError, RegionNotFound, UsageError
+from rankmesh.memory.protocol import CELL, REQUEST, SERVICE, Op, decode_failure
+from rankmesh.memory.server import ERRORS
+from rankmesh.wire.header import Flag, Kind
+
+if TYPE_CHECKING:
+    from rankmesh.memory.flow import Flow
+
+_REQUEST: Final = int(Kind.REQUEST)
+_REQUEST_FLAG: Final = int(Flag.REQUEST)
+_ERROR: Final = int(Flag.ERROR)
+CANCEL: Final = REQUEST.pack(Op.CANCEL, 0, 0, 0, 0, 0, 0)
+#: What an operation costs in the window of its flow besides the bytes that its owner has to keep.
+COST: Final = 128
+#: What a streamed one costs: its bytes are kept nowhere, and this bounds their number.
+STREAM_COST: Final = 4096
+
+
+class Carrier(Send):
+    """The Send of a request too large for one frame, or without a connection yet: its failure is the operation's."""
+
+    def __init__(self, operation: Operation, body: bytes) -> None:
+        router, ident = operation.router, operation.ident
+        parts = [memoryview(body)]
+        super().__init__(router, operation.op, SERVICE, ident, _REQUEST_FLAG, parts, len(body), operation.timeout)
+        self._operation: Operation | None = operation
+
+    def finish(self, value: None) -> None:
+        super().finish(value)
+        operation, self._operation = self._operation, None
+        if operation is not None and not operation.finished:
+            operation.request_left()
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        operation, self._operation = self._operation, None
+        if operation is not None:
+            operation.router.requests.pop(operation.ident, None)
+            operation.fail(error)
+
+    def give_up(self) -> None:
+        """The operation was given up before its request has left."""
+        self._operation = None
+        self._give_up(CancelledError("The operation was given up."))
+
+
+class Operation(Work[Any]):
+    """What all operations have in common: a request sent under an ident, and a reply to it."""
+
+    tag: int | None = None
+    ident = 0
+    what = ""
+    cost = COST
+    #: It waits in its flow; or counts in it.
+    queued = False
+    counted = False
+    _carrier: Carrier | None = None
+
+    def __init__(self, flow: Flow, region: str, body: bytes, timeout: float) -> None:
+        # Work.__init__, written out: a call less for every operation
+        self._engine = flow.router.engine
+        self._flow = flow
+        self.router = flow.router
+        self.peer = flow.router.peer
+        self.region = region
+        self.timeout = timeout
+        self.began = monotonic()
+        self._body = body
+
+    @property
+    def op(self) -> str:  # type: ignore[override]  # a text that only errors need
+        return f"{self.what} region {self.region!r} at"
+
+    def begin(self) -> None:
+        """Send it; the caller waits later. Takes the lock."""
+        with self._engine:
+            self._flow.submit(self, urgent=False)
+
+    def complete(self) -> Any:
+        """Send it and wait for its end. Takes the lock."""
+        engine = self._engine
+        if not engine.lock.acquire(False):
+            engine.acquire()
+        try:
+            self._flow.submit(self, urgent=True)
+            if not self.finished:
+                try:
+                    engine.drive(self, self.began + self.timeout)
+                except BaseException:
+                    self._interrupted()
+                    raise
+                if not self.finished:
+                    self._give_up(self._late(self.timeout))
+        finally:
+            engine.lock.release()
+            if engine.deferred or engine.contenders:
+                engine.after_release()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def await_end(self, timeout: float | None) -> None:
+        self._flow.flush()
+        super().await_end(timeout)
+
+    # ------------------------------------------------------------------ with the lock
+
+    def send(self, more: bool) -> None:
+        """Its turn has come. `more`: others follow, and somebody flushes."""
+        router = self.router
+        self.ident = ident = router.outbound.new_ident()
+        router.requests[ident] = self
+        try:
+            self.prepare()
+            if router.outbound.send_rpc(_REQUEST, 0, SERVICE, ident, self._body, more):
+                self.request_left()
+            else:
+                self._carrier = Carrier(self, self._body)
+                router.outbound.start(self._carrier)
+        except BaseException:
+            router.requests.pop(ident, None)
+            self._settle()
+            raise
+        self.hint = router.inbound.direct
+
+    def prepare(self) -> None:
+        """Before the request leaves: post what it asks for."""
+
+    def request_left(self) -> None:
+        """The request is before whatever is sent from now on."""
+        self._carrier = None
+
+    def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
+        del self.router.requests[self.ident]
+        self._settle()
+        if flags & _ERROR or service != SERVICE:
+            self.refused()
+            if not self.finished:
+                self.fail(self._failure(payload, service))
+        elif not self.finished:
+            self.answered(payload)
+
+    def answered(self, payload: memoryview) -> None:
+        """The owner did it."""
+        raise NotImplementedError
+
+    def refused(self) -> None:
+        """The owner did not: what was prepared is undone."""
+
+    def conclude(self, value: Any) -> None:
+        """As `finish`, written out: most have nobody to tell."""
+        self._value = value
+        if self.parker is None and self._callbacks is None:
+            self.finished = True
+        else:
+            self._end()
+
+    def fail(self, error: BaseException) -> None:
+        self._settle()
+        super().fail(error)
+
+    def _settle(self) -> None:
+        """It counts no longer. Others may begin."""
+        if self.counted:
+            self.counted = False
+            self._flow.left(self)
+
+    def _give_up(self, error: RankmeshError) -> None:
+        if self.queued:
+            self._flow.withdraw(self)
+        elif self._carrier is not None and self._carrier.state is not SendState.EAGER:
+            self.router.requests.pop(self.ident, None)
+            self._carrier.give_up()
+            self.refused()
+        else:
+            self.abandon()
+        self.fail(error)
+
+    def abandon(self) -> None:
+        """It was sent, and is given up: an answer that still comes is late."""
+        self.router.requests.pop(self.ident, None)
+
+    def tell_cancelled(self) -> None:
+        if not self.router.gone:
+            self.router.outbound.send_rpc(_REQUEST, 0, SERVICE, self.ident, CANCEL)
+
+    def _failure(self, payload: memoryview, service: int) -> BaseException:
+        peer = str(self.peer)
+        if service != SERVICE:  # the endpoint answered itself
+            text = bytes(payload).decode(errors="replace")
+            return RegionNotFound(f"{self.peer} offers no memory: {text}.", region=self.region, peer=peer)
+        try:
+            told = decode_failure(payload)
+        except (msgspec.MsgspecError, ValueError) as error:
+            return ProtocolError(f"{self.peer} answered {self.op} it with rubbish: {error}.", **self.peer.attributes())
+        kind = ERRORS.get(told.why, UsageError)
+        if kind is RegionNotFound:
+            like = f" Registered there: {', '.join(map(repr, told.names))}." if told.names else ""
+            return RegionNotFound(
+                f"{self.peer} has no region {self.region!r}.{like}", region=self.region, nearest=told.names, peer=peer
+            )
+        about = {"region": self.region, "peer": peer} if issubclass(kind, RegionError) else {}
+        return kind(f"{self.peer} refuses to {self.what} region {self.region!r}: {told.message}.", **about)
+
+
+class Read(Operation):
+    """A read whose bytes come in the reply."""
+
+    what = "read"
+
+    def __init__(
+        self,
+        flow: Flow,
+        region: str,
+        body: bytes,
+        timeout: float,
+        out: Any,
+        parts: Iterable[memoryview],
+        nbytes: int,
+    ) -> None:
+        super().__init__(flow, region, body, timeout)
+        self._out = out
+        self._parts: Iterable[memoryview] = parts
+        self.nbytes = nbytes
+        self.cost = COST + nbytes
+
+    def answered(self, payload: memoryview) -> None:
+        if len(payload) != self.nbytes:
+            raise ProtocolError(
+                f"a read of {self.nbytes} bytes was answered by {len(payload)}", reason="lengths disagree"
+            )
+        at = 0
+        for part in self._parts:
+            end = at + len(part)
+            part[:] = payload[at:end]
+            at = end
+        self._parts = ()
+        self.conclude(self._out)
+
+    def fail(self, error: BaseException) -> None:
+        self._parts = ()
+        super().fail(error)
+
+
+class StreamedRead(Read):
+    """A read whose bytes come straight into their place."""
+
+    _posted: Posted | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.cost = STREAM_COST
+
+    def prepare(self) -> None:
+        self._posted = self.router.arrivals.expect(self.ident | ANSWER, self.nbytes, self._parts, self._arrived)
+        self._parts = ()
+
+    def _arrived(self, whole: bool) -> None:
+        """The last byte is here."""
+        self.router.requests.pop(self.ident, None)
+        self._settle()
+        if not self.finished:
+            self.conclude(self._out)
+
+    def answered(self, payload: memoryview) -> None:
+        raise ProtocolError("a reply to a read whose bytes were to be streamed", reason="unexpected reply")
+
+    def refused(self) -> None:
+        self.router.arrivals.forget(self.ident | ANSWER)
+
+    def abandon(self) -> None:
+        """It stays known, without its place, until the last byte or the owner's answer."""
+        posted = self._posted
+        if posted is not None:
+            posted.discard()
+            self.router.inbound.divert(posted)
+        self.tell_cancelled()
+
+
+class Write(Operation):
+    """A write whose bytes are in the request."""
+
+    what = "write"
+
+    def __init__(self, flow: Flow, region: str, body: bytes, timeout: float) -> None:
+        super().__init__(flow, region, body, timeout)
+        self.cost = COST + len(body)
+
+    def answered(self, payload: memoryview) -> None:
+        self.conclude(None)
+
+
+class StreamedWrite(Operation):
+    """A write whose bytes go straight from their place."""
+
+    what = "write"
+    cost = STREAM_COST
+    _stream: Outflow | None = None
+
+    def __init__(
+        self, flow: Flow, region: str, body: bytes, timeout: float, parts: Iterable[memoryview], nbytes: int
+    ) -> None:
+        super().__init__(flow, region, body, timeout)
+        self._parts: Iterable[memoryview] = parts
+        self.nbytes = nbytes
+
+    def request_left(self) -> None:
+        super().request_left()
+        if self.finished:  # refused while it was being sent
+            return
+        outbound = self.router.outbound
+        self._stream = Outflow(self.ident | BROUGHT, self._parts, self.nbytes, outbound.join_below)
+        self._parts = ()
+        outbound.move(self._stream, self.nbytes)
+
+    def answered(self, payload: memoryview) -> None:
+        self._stream = None
+        self.conclude(None)
+
+    def refused(self) -> None:
+        self._halt()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._halt()
+
+    def _halt(self) -> None:
+        """Send no more of it, and say so."""
+        self._parts = ()
+        stream, self._stream = self._stream, None
+        if stream is not None and stream.left:
+            self.router.outbound.halt(stream)
+            self.router.outbound.control(Kind.ABORT, stream.ident, Lane.MESSAGE)
+
+
+class Swap(Operation):
+    """An operation on a cell, which returns its old value."""
+
+    what = "change a cell of"
+
+    def __init__(self, flow: Flow, region: str, body: bytes, timeout: float, convert: Callable[[int], int]) -> None:
+        super().__init__(flow, region, body, timeout)
+        self._convert = convert
+
+    def answered(self, payload: memoryview) -> None:
+        if len(payload) != CELL.size:
+            raise ProtocolError(f"a cell of {len(payload)} bytes", reason="lengths disagree")
+        self.conclude(self._convert(CELL.unpack(payload)[0]))
+
+
+class Query(Operation):
+    """A question that is answered by a few bytes. `read` makes the value of them; it runs with the lock."""
+
+    def __init__(
+        self, flow: Flow, region: str, what: str, body: bytes, timeout: float, read: Callable[[memoryview], Any]
+    ) -> None:
+        super().__init__(flow, region, body, timeout)
+        self.what = what
+        self._read = read
+
+    def answered(self, payload: memoryview) -> None:
+        try:
+            value = self._read(payload)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ProtocolError(f"an answer about memory that is none: {error}", reason="malformed answer") from error
+        self.conclude(value)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.tell_cancelled()

@@ -1,0 +1,268 @@
+"""RemoteRegion: another's memory, as its reader and writer has it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+
+from rankmesh.endpoint.outbound import JOIN_BYTES
+from rankmesh.errors import OutOfBounds, UsageError
+from rankmesh.memory.layout import Block, indexed, local, pack_blocks, rows
+from rankmesh.memory.operations import Operation, Read, StreamedRead, StreamedWrite, Swap, Write
+from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
+from rankmesh.memory.region import as_signed
+
+if TYPE_CHECKING:
+    from rankmesh.memory.flow import Flow
+
+_pack: Final = REQUEST.pack
+_READ: Final = int(Op.READ)
+_WORD: Final = (1 << 64) - 1
+Pieces = Iterable[tuple[Any, int] | tuple[Any, int, int]]
+
+
+class RemoteRegion:
+    """A region of another endpoint, or of this one. `MemoryAgent.open()` makes them.
+
+    Offsets and strides are bytes; only `remote[…]` counts items. Every method takes `timeout` in seconds (None:
+    Config.timeout); with `async_op=True` it returns a Work at once, and the buffers belong to that until it is done. A
+    handle may be used from many threads. One whose region was unregistered, or registered anew, raises StaleRegion.
+    """
+
+    def __init__(self, flow: Flow, info: RegionInfo) -> None:
+        self._flow = flow
+        self._timeout = flow.router.hub.config.timeout
+        #: Up to this size bytes travel in the request or the reply.
+        self._inline = min(JOIN_BYTES, flow.router.hub.config.eager_bytes) - 1024
+        self.info = info
+        self.name = info.name
+        self.nbytes = info.nbytes
+        self.dtype = info.dtype
+        self.shape = info.shape
+        self.access = info.access
+        self.generation = info.generation
+
+    @property
+    def peer(self) -> Any:
+        """Whose region it is."""
+        return self._flow.router.peer
+
+    # ------------------------------------------------------------------ reading
+
+    def read(
+        self,
+        out: Any,
+        offset: int = 0,
+        *,
+        stride: int | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Read into `out`, from byte `offset` on; return `out`. With `stride`, row i of `out` is read from
+        offset + i * stride. `out` may be a strided array."""
+        parts = local(out, writes=True)
+        if stride is not None:
+            return self._read_blocks(out, parts, [rows(out, offset, stride)], timeout, async_op)
+        nbytes = sum(map(len, parts))
+        self._check(offset, nbytes)
+        body = _pack(_READ, 0 if nbytes <= self._inline else Bit.STREAMED, 0, 0, self.generation, offset, nbytes)
+        return self._run_read(body, out, parts, nbytes, timeout, async_op)
+
+    def read_batch(self, pieces: Pieces, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Read any number of (out, offset) or (out, offset, stride) in one request: all of them, or none."""
+        parts, blocks = self._gather(pieces, writes=True)
+        return self._read_blocks(None, parts, blocks, timeout, async_op)
+
+    def _read_blocks(
+        self, out: Any, parts: Iterable[memoryview], blocks: list[Block], timeout: float | None, async_op: bool
+    ) -> Any:
+        nbytes = self._check_blocks(blocks)
+        table, strided = pack_blocks(blocks)
+        bits = Bit.BATCH | (Bit.STRIDED if strided else 0) | (Bit.STREAMED if nbytes > self._inline else 0)
+        body = _pack(_READ, bits, 0, len(blocks), self.generation, 0, nbytes) + table
+        return self._run_read(body, out, parts, nbytes, timeout, async_op)
+
+    def _run_read(
+        self, body: bytes, out: Any, parts: Iterable[memoryview], nbytes: int, timeout: float | None, async_op: bool
+    ) -> Any:
+        kind = Read if nbytes <= self._inline else StreamedRead
+        timeout = self._timeout if timeout is None else timeout
+        return self._run(kind(self._flow, self.name, body, timeout, out, parts, nbytes), async_op)
+
+    # ------------------------------------------------------------------ writing
+
+    def write(
+        self,
+        data: Any,
+        offset: int = 0,
+        *,
+        stride: int | None = None,
+        notify: str | int | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Write `data` to byte `offset` and on; when that is done, the bytes are there. With `stride`, row i goes to
+        offset + i * stride. `notify`: whoever waits there for this key learns of it, after the bytes are there."""
+        parts = local(data, writes=False)
+        if stride is not None:
+            return self._write_blocks(parts, [rows(data, offset, stride)], notify, timeout, async_op)
+        nbytes = sum(map(len, parts))
+        self._check(offset, nbytes)
+        return self._run_write(parts, b"", 0, 0, offset, nbytes, notify, timeout, async_op)
+
+    def write_batch(
+        self, pieces: Pieces, *, notify: str | int | None = None, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Write any number of (data, offset) or (data, offset, stride) in one request, which is checked as a whole
+        before a byte is written."""
+        parts, blocks = self._gather(pieces, writes=False)
+        return self._write_blocks(parts, blocks, notify, timeout, async_op)
+
+    def _write_blocks(
+        self,
+        parts: Iterable[memoryview],
+        blocks: list[Block],
+        notify: str | int | None,
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:
+        nbytes = self._check_blocks(blocks)
+        table, strided = pack_blocks(blocks)
+        bits = Bit.BATCH | (Bit.STRIDED if strided else 0)
+        return self._run_write(parts, table, bits, len(blocks), 0, nbytes, notify, timeout, async_op)
+
+    def _run_write(
+        self,
+        parts: Iterable[memoryview],
+        table: bytes,
+        bits: int,
+        pieces: int,
+        offset: int,
+        nbytes: int,
+        notify: str | int | None,
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:
+        key = b"" if notify is None else encode_key(notify)
+        bits |= 0 if notify is None else Bit.NOTIFY
+        streamed = nbytes + len(table) + len(key) > self._inline and nbytes > 0
+        head = _pack(
+            Op.WRITE, bits | (Bit.STREAMED if streamed else 0), len(key), pieces, self.generation, offset, nbytes
+        )
+        timeout = self._timeout if timeout is None else timeout
+        if streamed:
+            body = b"".join((head, key, table)) if key or table else head
+            return self._run(StreamedWrite(self._flow, self.name, body, timeout, parts, nbytes), async_op)
+        return self._run(Write(self._flow, self.name, b"".join((head, key, table, *parts)), timeout), async_op)
+
+    # ------------------------------------------------------------------ items
+
+    def __getitem__(self, index: Any) -> Any:
+        """A copy of what a numpy-style index (ints, slices, `...`) means."""
+        meant = indexed(index, self.shape, self.dtype)
+        out = np.empty(meant.shape, self.dtype)
+        if meant.blocks:
+            self._read_blocks(out, local(out, writes=True), meant.blocks, None, async_op=False)
+        return out[()] if meant.item else out
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write to what a numpy-style index means; `value` is broadcast and cast as numpy does it."""
+        meant = indexed(index, self.shape, self.dtype)
+        if meant.blocks:
+            data = np.empty(meant.shape, self.dtype)
+            data[...] = value
+            self._write_blocks(local(data, writes=False), meant.blocks, None, None, async_op=False)
+
+    def fetch_add(self, offset: int, value: int, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Add to the 64-bit cell at byte `offset` (a multiple of 8), wrapping around; return its old value. Cells are
+        changed one after the other, by the owner, whoever asks."""
+        operands = CELL.pack(_word(value))
+        return self._change(Op.FETCH_ADD, offset, operands, timeout, async_op)
+
+    def compare_and_swap(
+        self, offset: int, expected: int, desired: int, *, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Set the 64-bit cell at byte `offset` to `desired` if it is `expected`; return its old value."""
+        operands = SWAP.pack(_word(expected), _word(desired))
+        return self._change(Op.COMPARE_AND_SWAP, offset, operands, timeout, async_op)
+
+    def _change(self, op: Op, offset: int, operands: bytes, timeout: float | None, async_op: bool) -> Any:
+        self._check(offset, CELL.size)
+        if offset % CELL.size:
+            raise UsageError(f"A cell lies at a multiple of 8 bytes, and not at {offset}. Pass such an offset.")
+        body = _pack(op, 0, 0, 0, self.generation, offset, CELL.size) + operands
+        timeout = self._timeout if timeout is None else timeout
+        swap = Swap(self._flow, self.name, body, timeout, lambda value: as_signed(value, self.dtype))
+        return self._run(swap, async_op)
+
+    # ------------------------------------------------------------------ what they have in common
+
+    def _run(self, operation: Operation, async_op: bool) -> Any:
+        if async_op:
+            operation.begin()
+            return operation
+        return operation.complete()
+
+    def _gather(self, pieces: Pieces, writes: bool) -> tuple[list[memoryview], list[Block]]:
+        """The caller's memory and the region's, in the order of the pieces."""
+        parts: list[memoryview] = []
+        blocks: list[Block] = []
+        for piece in pieces:
+            mine = local(piece[0], writes=writes)
+            if len(piece) == 2:
+                nbytes = 0
+                for part in mine:
+                    parts.append(part)
+                    nbytes += len(part)
+                blocks.append((piece[1], nbytes, 0, 1))
+            else:
+                parts += mine
+                blocks.append(rows(*piece))
+        return parts, blocks
+
+    def _check(self, offset: int, nbytes: int) -> None:
+        """The owner checks too; this saves the way there."""
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise self._outside(f"{nbytes} bytes at {offset}")
+
+    def _check_blocks(self, blocks: list[Block]) -> int:
+        """The bytes of all of them."""
+        if len(blocks) > MAX_PIECES:
+            raise UsageError(f"{len(blocks)} pieces are too many for one request. Pass at most {MAX_PIECES} at once.")
+        total, most = 0, self.nbytes
+        for offset, length, stride, count in blocks:
+            if offset < 0 or offset + length + stride * (count - 1) > most:
+                raise self._outside(f"{count} × {length} bytes at {offset}, {stride} apart,")
+            total += length * count
+        return total
+
+    def _outside(self, what: str) -> OutOfBounds:
+        return OutOfBounds(
+            f"{what} do not all lie in region {self.name!r} of {self.peer}, which has {self.nbytes} bytes.",
+            region=self.name,
+            peer=str(self.peer),
+            nbytes=self.nbytes,
+        )
+
+    def close(self) -> None:
+        """Let go of what the handle keeps."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RemoteRegion {self.name!r} of {self.peer}: {self.nbytes} bytes, {self.access!r}>"
+
+
+def _word(value: int) -> int:
+    """A 64-bit word; negative numbers in two's complement."""
+    number = operator.index(value)
+    if not -(1 << 63) <= number < 1 << 64:
+        raise UsageError(f"{number} does not fit into 64 bits. Pass a smaller number.")
+    return number & _WORD

@@ -1,0 +1,517 @@
+"""The owner's side: requests of others, served by whichever thread reads them, without users' code and without waiting.
+
+A request is checked as a whole (region, generation, allow-list, access, bounds, sizes) before a byte moves. Then
+
+- what is small is copied and answered at once: the read's bytes leave in the reply, in one system call; replies to
+  requests that came together leave together;
+- what is large is moved piece by piece between other work: a read goes straight from the region's memory into the
+  connection's bulk lane, where it takes turns with others; a write is received straight into the region.
+
+Nothing waits for memory of ours, so nothing is queued but the transfers themselves, and they are bounded in bytes of
+bookkeeping (Config.memory_queue_bytes for each peer). All methods need the engine's lock unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import secrets
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow
+from rankmesh.endpoint.router import Router
+from rankmesh.endpoint.waiting import Until
+from rankmesh.errors import (
+    AccessDenied,
+    BusyError,
+    DeadlineError,
+    OutOfBounds,
+    ProtocolError,
+    RegionError,
+    RegionNotFound,
+    StaleRegion,
+    UsageError,
+)
+from rankmesh.memory.protocol import (
+    CELL,
+    DONE,
+    MAX_PIECES,
+    MOST,
+    REQUEST,
+    SERVICE,
+    SWAP,
+    Ask,
+    Bit,
+    Description,
+    Event,
+    Failure,
+    Op,
+    Why,
+    encode,
+    read_ask,
+)
+from rankmesh.memory.region import Refusal, Region
+from rankmesh.wire.header import Flag, Kind
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.hub import Hub
+    from rankmesh.endpoint.posted import Posted
+
+_REPLY: Final = int(Kind.REPLY)
+_ERROR: Final = int(Flag.ERROR)
+_READ: Final = int(Op.READ)
+_unpack: Final = REQUEST.unpack_from
+_HEAD: Final = REQUEST.size
+#: What a transfer costs its owner besides the pieces it names.
+TRANSFER_COST: Final = 512
+#: Streamed writes of one peer whose bytes have not come, refused ones included.
+MAX_BROUGHT: Final = 65_536
+#: Names like the one asked for.
+NEAREST: Final = 3
+#: Requests of one peer that wait for a region, or watch.
+MAX_WAITING: Final = 1024
+#: What a Refusal is at the one who asked.
+ERRORS: Final[dict[str, type[RegionError] | type[UsageError] | type[BusyError]]] = {
+    Why.MISSING: RegionNotFound,
+    Why.STALE: StaleRegion,
+    Why.DENIED: AccessDenied,
+    Why.BOUNDS: OutOfBounds,
+    Why.INVALID: UsageError,
+    Why.BUSY: BusyError,
+}
+
+
+class Moving:
+    """A large transfer under way: what the two kinds have in common."""
+
+    def __init__(self, server: MemoryServer, region: Region, router: Router, ident: int, cost: int) -> None:
+        self.server = server
+        self.region = region
+        self.router = router
+        self.request = ident
+        self.cost = cost
+
+    def abort(self, why: Why, message: str) -> None:
+        """Move no more bytes, and tell whoever asked."""
+        raise NotImplementedError
+
+
+class Reading(Moving, Outflow):
+    """A large read: its bytes leave from the region."""
+
+    def __init__(
+        self,
+        server: MemoryServer,
+        region: Region,
+        router: Router,
+        ident: int,
+        parts: Iterable[memoryview],
+        nbytes: int,
+        cost: int,
+    ) -> None:
+        Moving.__init__(self, server, region, router, ident, cost)
+        Outflow.__init__(self, ident | ANSWER, parts, nbytes, router.outbound.join_below)
+
+    def frame_sent(self, nbytes: int) -> None:
+        super().frame_sent(nbytes)
+        if not self.left:
+            self.server.ended(self)
+
+    def abort(self, why: Why, message: str) -> None:
+        self.router.outbound.halt(self)
+        self.server.ended(self)
+        self.server.refuse(self.router, self.request, Refusal(why, message))
+
+
+class Writing(Moving):
+    """A large write: its bytes come into the region."""
+
+    posted: Posted
+
+    def __init__(
+        self, server: MemoryServer, region: Region, router: Router, ident: int, key: bytes | None, cost: int
+    ) -> None:
+        super().__init__(server, region, router, ident, cost)
+        self._key = key
+
+    def arrived(self, whole: bool) -> None:
+        """The last byte is here, or the writer gave up."""
+        if self not in self.region.moving:
+            return  # it was aborted here, and the writer told
+        self.server.ended(self)
+        if whole:
+            self.server.written(self.region, self.router, self.request, self._key)
+
+    def abort(self, why: Why, message: str) -> None:
+        self.posted.discard()
+        self.router.inbound.divert(self.posted)
+        self.server.ended(self)
+        self.server.refuse(self.router, self.request, Refusal(why, message))
+
+
+class MemoryServer:
+    """The regions of one endpoint. `name_source(router)` says who that is, as users name it."""
+
+    def __init__(self, hub: Hub, name_source: Callable[[Router], Any]) -> None:
+        self.hub = hub
+        self.engine = hub.engine
+        self.regions: dict[str, Region] = {}
+        self._by_generation: dict[int, Region] = {}
+        self._generations = itertools.count(secrets.randbits(62) + 1)
+        self._name_source = name_source
+        #: By router index: transfers under way by ident, and what they cost.
+        self._moving: dict[int, dict[int, Moving]] = {}
+        self._cost: dict[int, int] = {}
+        #: (router, ident) of requests that wait for a region, by its name; and of watchers.
+        self._awaited: dict[str, dict[tuple[int, int], Router]] = {}
+        self._watchers: dict[tuple[int, int], Router] = {}
+        #: Routers for which replies wait to leave together.
+        self._holding: set[Router] = set()
+        self.served = 0
+        self.refused = 0
+        self._handlers: dict[int, Callable[[Router, int, Ask, memoryview], None]] = {
+            Op.READ: self._on_read,
+            Op.WRITE: self._on_write,
+            Op.FETCH_ADD: self._on_fetch_add,
+            Op.COMPARE_AND_SWAP: self._on_swap,
+            Op.NOTIFY: self._on_notify,
+            Op.OPEN: self._on_open,
+            Op.LIST: self._on_list,
+            Op.WATCH: self._on_watch,
+            Op.CANCEL: self._on_cancel,
+        }
+
+    # ------------------------------------------------------------------ regions
+
+    def new_generation(self) -> int:
+        return next(self._generations)
+
+    def add(self, region: Region) -> None:
+        """Let others find it."""
+        self.hub.check_open()
+        if region.name in self.regions:
+            raise UsageError(
+                f"There is a region {region.name!r} already. Take another name, or unregister that one first."
+            )
+        self.regions[region.name] = region
+        self._by_generation[region.generation] = region
+        waiting = self._awaited.pop(region.name, {})
+        for (_, ident), router in waiting.items():
+            self._answer_open(router, ident, region)
+        self._tell("added", region)
+
+    def unregister(self, region: Region, abort: bool, timeout: float | None) -> None:
+        """Takes the lock. Returns when nothing of the region's is under way."""
+        timeout = self.hub.config.timeout if timeout is None else timeout
+        with self.engine:
+            self.remove(region, abort)
+            idle = Until(lambda: not region.moving)
+            if not idle.finished:
+                self.engine.drive(idle, monotonic() + timeout)
+            if not idle.finished:
+                raise DeadlineError(
+                    f"{len(region.moving)} transfers of region {region.name!r}, which is unregistered, are still under "
+                    f"way after {timeout:g} s.",
+                    op="unregister",
+                    timeout=timeout,
+                    hint="Unregister it again with abort=True, which ends them.",
+                )
+            region.release()
+
+    def remove(self, region: Region, abort: bool) -> None:
+        """From now on nobody finds it; with `abort`, transfers under way end."""
+        if not region.stale:
+            region.stale = True
+            del self.regions[region.name]
+            del self._by_generation[region.generation]
+            waiting = [awaited for queue in region.waiters.values() for awaited in queue]
+            region.waiters.clear()
+            for awaited in waiting:
+                awaited.fail(region.stale_error())
+            self._tell("removed", region)
+        if abort:
+            for moving in list(region.moving):
+                moving.abort(Why.STALE, f"region {region.name!r} was unregistered")
+
+    def _tell(self, kind: str, region: Region) -> None:
+        for (_, ident), router in list(self._watchers.items()):
+            if region.admits(router):
+                self._reply(router, ident, encode(Event(kind, region.describe())))
+
+    # ------------------------------------------------------------------ requests
+
+    def on_request(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
+        """A request is here. The first lines are the hot path: a small read of what may be read."""
+        if len(payload) == _HEAD:
+            op, bits, _, _, generation, offset, nbytes = _unpack(payload)
+            region = self._by_generation.get(generation)
+            if op == _READ and not bits and region is not None and region.readable and region.allowed is None:
+                end = offset + nbytes
+                if end <= region.nbytes and nbytes <= self.hub.config.eager_bytes:
+                    self.served += 1
+                    self._reply(router, ident, region.view[offset:end])
+                    return
+        ask = read_ask(payload)
+        handler = self._handlers.get(ask.op)
+        if handler is None:
+            raise ProtocolError(f"operation {ask.op} on memory", reason="unknown operation")
+        try:
+            handler(router, ident, ask, payload)
+            self.served += 1
+        except Refusal as refusal:
+            self.refuse(router, ident, refusal)
+
+    def _reply(self, router: Router, ident: int, body: bytes | memoryview, flags: int = 0) -> None:
+        """Answer; where more requests came with this one, together with the answers to those."""
+        outbound, more = router.outbound, router.inbound.expects_more
+        try:
+            if outbound.send_rpc(_REPLY, flags, SERVICE, ident, body, more):
+                if more:
+                    self._hold(router)
+                return
+        except BusyError:  # so much waits to leave that the other side does not read
+            pass
+        router.reply(ident, [memoryview(body)], len(body), failed=bool(flags), service=SERVICE)
+
+    def _hold(self, router: Router) -> None:
+        """The next answer takes the held ones with it, or else the engine's next turn does."""
+        if router not in self._holding:
+            self._holding.add(router)
+            self.engine.backlog.append(self)
+
+    def work_off(self) -> None:
+        holding, self._holding = self._holding, set()
+        for router in holding:
+            router.outbound.flush()
+
+    def refuse(self, router: Router, ident: int, refusal: Refusal) -> None:
+        self.refused += 1
+        self._reply(router, ident, encode(Failure(refusal.why, refusal.message, refusal.names)), _ERROR)
+
+    def local_error(self, region: Region, refusal: Refusal) -> Exception:
+        """A refusal, for the owner itself."""
+        kind = ERRORS[refusal.why]
+        about = {"region": region.name} if issubclass(kind, RegionError) else {}
+        return kind(f"Region {region.name!r}: {refusal.message}.", **about)
+
+    def _region(self, router: Router, ask: Ask, reads: bool, writes: bool) -> Region:
+        region = self._by_generation.get(ask.generation)
+        if region is None:
+            raise Refusal(Why.STALE, "it was unregistered, or registered anew")
+        if not region.admits(router):
+            raise Refusal(Why.DENIED, "its owner does not allow it to this peer")
+        if (reads and not region.readable) or (writes and not region.writable):
+            raise Refusal(Why.DENIED, f"it is registered with access {region.access!r}")
+        if ask.nbytes > MOST or ask.offset > MOST:
+            raise Refusal(Why.BOUNDS, f"offset {ask.offset} and length {ask.nbytes} overflow")
+        if ask.pieces > MAX_PIECES:
+            raise Refusal(Why.INVALID, f"{ask.pieces} pieces are more than the {MAX_PIECES} of one request")
+        return region
+
+    # ------------------------------------------------------------------ reads and writes
+
+    def _on_read(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        region = self._region(router, ask, reads=True, writes=False)
+        parts = region.parts(ask, payload)
+        if not ask.bits & Bit.STREAMED:
+            if ask.nbytes > self.hub.config.eager_bytes:
+                raise Refusal(Why.INVALID, f"{ask.nbytes} bytes are too many for one reply")
+            self._reply(router, ident, b"".join(parts))
+        elif not ask.nbytes:
+            raise Refusal(Why.INVALID, "a read of no bytes has nothing to stream")
+        else:
+            cost = TRANSFER_COST + len(payload)
+            self._check_room(router, ident, cost)
+            reading = Reading(self, region, router, ident, parts, ask.nbytes, cost)
+            self._begin(reading)
+            router.outbound.move(reading, ask.nbytes)
+
+    def _on_write(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        if ask.bits & Bit.STREAMED:
+            self._on_streamed_write(router, ident, ask, payload)
+            return
+        region = self._region(router, ask, reads=False, writes=True)
+        key = self._key(region, ask, payload)
+        parts = region.parts(ask, payload)
+        at = self._data_at(ask)
+        if len(payload) - at != ask.nbytes:
+            raise Refusal(Why.INVALID, f"it says {ask.nbytes} bytes and brings {max(len(payload) - at, 0)}")
+        for part in parts:
+            part[:] = payload[at : at + len(part)]
+            at += len(part)
+        self.written(region, router, ident, key)
+
+    def _on_streamed_write(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        """Its bytes are on their way already: whatever is wrong, they must have a place, or be read past."""
+        arrivals = router.arrivals
+        if not 0 < ask.nbytes <= MOST or len(arrivals.posted) >= MAX_BROUGHT:
+            raise ProtocolError(f"a streamed write of {ask.nbytes} bytes", reason="malformed request")
+        cost = TRANSFER_COST + len(payload)
+        try:
+            region = self._region(router, ask, reads=False, writes=True)
+            key = self._key(region, ask, payload)
+            parts = region.parts(ask, payload)
+            self._check_room(router, ident, cost)
+        except Refusal:
+            arrivals.expect(ident | BROUGHT, ask.nbytes, None, lambda whole: None)
+            raise
+        writing = Writing(self, region, router, ident, key, cost)
+        writing.posted = arrivals.expect(ident | BROUGHT, ask.nbytes, parts, writing.arrived)
+        self._begin(writing)
+
+    def written(self, region: Region, router: Router, ident: int, key: bytes | None) -> None:
+        """A write is applied: tell those who wait for it, and then the writer."""
+        if key is not None:
+            region.notify(key, self._name_source(router))
+        self._reply(router, ident, DONE)
+
+    @staticmethod
+    def _key(region: Region, ask: Ask, payload: memoryview) -> bytes | None:
+        if not ask.bits & Bit.NOTIFY:
+            return None
+        region.check_notice()
+        return bytes(payload[_HEAD : _HEAD + ask.key])
+
+    @staticmethod
+    def _data_at(ask: Ask) -> int:
+        pieces = ask.pieces if ask.bits & Bit.BATCH else 0
+        return _HEAD + ask.key + pieces * (32 if ask.bits & Bit.STRIDED else 16)
+
+    def _check_room(self, router: Router, ident: int, cost: int) -> None:
+        if ident in self._moving.get(router.index, ()):
+            raise ProtocolError(f"two transfers under request {ident}", reason="transfer announced twice")
+        bound = self.hub.config.memory_queue_bytes
+        spent = self._cost.get(router.index, 0)
+        if spent and spent + cost > bound:
+            raise Refusal(Why.BUSY, f"transfers of this peer's reach Config.memory_queue_bytes ({bound}) there")
+
+    def _begin(self, moving: Moving) -> None:
+        index = moving.router.index
+        self._moving.setdefault(index, {})[moving.request] = moving
+        self._cost[index] = self._cost.get(index, 0) + moving.cost
+        moving.region.moving.add(moving)
+
+    def ended(self, moving: Moving) -> None:
+        index = moving.router.index
+        moving.region.moving.discard(moving)
+        transfers = self._moving.get(index)
+        if transfers is not None and transfers.pop(moving.request, None) is not None:
+            self._cost[index] -= moving.cost
+            if not transfers:
+                del self._moving[index], self._cost[index]
+
+    # ------------------------------------------------------------------ cells and notifications
+
+    def _on_fetch_add(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        region = self._region(router, ask, reads=True, writes=True)
+        (value,) = self._operands(CELL.size, payload, CELL)
+        self._reply(router, ident, CELL.pack(region.add(ask.offset, value)))
+
+    def _on_swap(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        region = self._region(router, ask, reads=True, writes=True)
+        expected, desired = self._operands(SWAP.size, payload, SWAP)
+        self._reply(router, ident, CELL.pack(region.swap(ask.offset, expected, desired)))
+
+    @staticmethod
+    def _operands(nbytes: int, payload: memoryview, form: Any) -> tuple[int, ...]:
+        if len(payload) != _HEAD + nbytes:
+            raise Refusal(Why.INVALID, f"an operation on a cell brings {nbytes} bytes, not {len(payload) - _HEAD}")
+        return form.unpack_from(payload, _HEAD)  # type: ignore[no-any-return]  # of "Q"s only
+
+    def _on_notify(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        """The bytes were written through a mapping, or there were none."""
+        region = self._region(router, ask, reads=False, writes=True)
+        region.check_notice()
+        self.written(region, router, ident, bytes(payload[_HEAD : _HEAD + ask.key]))
+
+    # ------------------------------------------------------------------ finding regions
+
+    def _on_open(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        name = _text(payload[_HEAD : _HEAD + ask.key])
+        region = self.regions.get(name)
+        if region is not None:
+            self._answer_open(router, ident, region)
+        elif ask.bits & Bit.WAIT:
+            self._check_waiting(router)
+            self._awaited.setdefault(name, {})[router.index, ident] = router
+        else:
+            known = [region.name for region in self.regions.values() if region.admits(router)]
+            raise Refusal(Why.MISSING, "", tuple(difflib.get_close_matches(name, known, NEAREST)))
+
+    def _answer_open(self, router: Router, ident: int, region: Region) -> None:
+        try:
+            if not region.admits(router):
+                raise Refusal(Why.DENIED, "its owner does not allow it to this peer")
+            self._reply(router, ident, encode(self._offer(router, region)))
+        except Refusal as refusal:
+            self.refuse(router, ident, refusal)
+
+    def _offer(self, router: Router, region: Region) -> Description:
+        return region.describe()
+
+    def _on_list(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        mine = [region.describe() for region in self.regions.values() if region.admits(router)]
+        body = encode(mine)
+        router.reply(ident, [memoryview(body)], len(body), service=SERVICE)
+
+    def _on_watch(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        """Events are replies to the same request, until it is cancelled."""
+        self._check_waiting(router)
+        self._watchers[router.index, ident] = router
+        self._reply(router, ident, DONE)
+        for region in self.regions.values():
+            if region.admits(router):
+                self._reply(router, ident, encode(Event("added", region.describe())))
+
+    def _check_waiting(self, router: Router) -> None:
+        waiting = sum(key[0] == router.index for keys in (*self._awaited.values(), self._watchers) for key in keys)
+        if waiting >= MAX_WAITING:
+            raise Refusal(Why.BUSY, f"{MAX_WAITING} requests of this peer's wait there for regions already")
+
+    def _on_cancel(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        """What was asked under this ident is given up. A read gets an answer, after which no more of its bytes come.
+        One that is unknown has had its last byte or its answer already."""
+        moving = self._moving.get(router.index, {}).get(ident)
+        if isinstance(moving, Reading):
+            moving.abort(Why.CANCELLED, "it was cancelled")
+        self._watchers.pop((router.index, ident), None)
+        for name, waiting in list(self._awaited.items()):
+            if waiting.pop((router.index, ident), None) is not None and not waiting:
+                del self._awaited[name]
+
+    # ------------------------------------------------------------------ the end
+
+    def needs(self, router: Router) -> bool:
+        """Somebody there waits for regions of ours."""
+        index = router.index
+        return any(key[0] == index for keys in (*self._awaited.values(), self._watchers) for key in keys)
+
+    def peer_lost(self, router: Router) -> None:
+        """Whatever it had under way is over; the regions stay."""
+        index = router.index
+        for moving in list(self._moving.get(index, {}).values()):
+            self.ended(moving)
+        self._watchers = {key: value for key, value in self._watchers.items() if key[0] != index}
+        for name, waiting in list(self._awaited.items()):
+            kept = {key: value for key, value in waiting.items() if key[0] != index}
+            if kept:
+                self._awaited[name] = kept
+            else:
+                del self._awaited[name]
+
+    def closing(self) -> None:
+        """Nobody will be notified any more."""
+        for region in self.regions.values():
+            for queue in region.waiters.values():
+                for awaited in queue:
+                    awaited.fail(self.hub.closed_error(awaited.op, None))
+            region.waiters.clear()
+
+
+def _text(name: memoryview) -> str:
+    try:
+        return str(name, "utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise Refusal(Why.INVALID, "a region's name is UTF-8") from None
