@@ -10,7 +10,7 @@ It never fails because a figure is bad or a library is missing: the table says s
 from __future__ import annotations
 
 from harness import Plan
-from report import BANDWIDTH, P50, P99, RATIO, Column, Target
+from report import BANDWIDTH, OWNER_CPU, P50, P99, RATIO, Column, Target
 from scenarios import PAIR_RANKS, crowd, crowd_title
 from session import MIB, Bench, main
 
@@ -29,6 +29,7 @@ BATCH_READ = Plan("batch-read", "batch_read", PAGES * SMALL, least=3, most=500)
 BATCH_WRITE = Plan("batch-write", "batch_write", PAGES * SMALL, least=3, most=500)
 #: Fewer reads than this have no p99, and each may take a time slice of the interpreter.
 BUSY = Plan("busy", "busy", SMALL, least=100, most=20_000)
+BUSY_SPARSE = Plan("busy-sparse", "busy_sparse", SMALL, least=100, most=2_000)
 CROWD = Plan("crowd", "crowd", MIB, least=8, most=2_000)
 CROWD_RANKS = 1 + 16 + 16
 CROWDED = (TCP, REGISTERED)
@@ -48,14 +49,31 @@ BENCH = Bench(
         BATCH_READ: (*OURS, *PEERS),
         BATCH_WRITE: (*OURS, *PEERS),
         BUSY: (*OURS, MOONCAKE),  # an owner outside MPI does not serve
+        BUSY_SPARSE: (*OURS, MOONCAKE),
     },
     scenarios={CROWD.measure: crowd(CROWD, CROWD_RANKS, CROWDED)},
     columns=(
         *(Column(f"4 KiB {verb}\np50, µs", plan.measure, P50) for verb, plan in SMALL_PLANS.items()),
         *(Column(f"64 MiB {verb}\nGB/s", plan.measure, BANDWIDTH) for verb, plan in LARGE_PLANS.items()),
-        *(Column(f"1,000 × 4 KiB {verb}\nGB/s", plan.measure, BANDWIDTH) for verb, plan in BATCH_PLANS.items()),
-        Column("4 KiB read, owner busy\np50, µs", BUSY.measure, P50),
-        Column("\np99, µs", BUSY.measure, P99),
+    ),
+    further_columns=(
+        tuple(
+            column
+            for verb, plan in BATCH_PLANS.items()
+            for column in (
+                Column(f"1,000 × 4 KiB {verb}\nGB/s", plan.measure, BANDWIDTH),
+                Column("beside one piece\n×", plan.measure, RATIO),
+            )
+        ),
+        tuple(
+            column
+            for title, plan in (("on end", BUSY), ("now and then", BUSY_SPARSE))
+            for column in (
+                Column(f"busy owner, 4 KiB reads\n{title}: p50, µs", plan.measure, P50),
+                Column("\np99, µs", plan.measure, P99),
+                Column("owner's loop got\n% of its core", plan.measure, OWNER_CPU),
+            )
+        ),
     ),
     targets=(
         *(
@@ -96,8 +114,9 @@ BENCH = Bench(
             for title, name in (("over TCP", TCP), ("same host", REGISTERED))
         ),
         *(
-            Target(f"4 KiB read from a busy owner, p99, {title}", BUSY.measure, P99, 20_000.0, name)
-            for title, name in (("over TCP", TCP), ("same host", REGISTERED), ("allocated", ALLOCATED))
+            Target(f"4 KiB reads from a busy owner, {title}, {way}, p99", plan.measure, P99, 20_000.0, name)
+            for title, plan in (("on end", BUSY), ("now and then", BUSY_SPARSE))
+            for way, name in (("over TCP", TCP), ("same host", REGISTERED), ("allocated", ALLOCATED))
         ),
     ),
 )

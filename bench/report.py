@@ -29,6 +29,7 @@ PER_HOP = Figure("hop_us", "µs", higher_is_better=False)
 BANDWIDTH = Figure("gb_per_s", "GB/s", higher_is_better=True)
 PER_SECOND = Figure("per_s", "1/s", higher_is_better=True)
 RATIO = Figure("ratio", "×", higher_is_better=True)
+OWNER_CPU = Figure("owner_percent", "%", higher_is_better=True)
 CPU = Figure("cpu_percent", "%", higher_is_better=False)
 
 

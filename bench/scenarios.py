@@ -90,5 +90,5 @@ def crowd(plan: Plan, size: int, names: tuple[str, ...]) -> Scenario:
 
 
 def crowd_title(name: str, ranks: int) -> str:
-    """Who takes part beside the owner."""
-    return f"{name}, {(ranks - 1) // 2} readers, {(ranks - 1) // 2} writers"
+    """Half of those beside the owner read, half write."""
+    return f"{name}, {(ranks - 1) // 2} + {(ranks - 1) // 2}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import sys
@@ -35,8 +34,6 @@ QUICK = (Effort(rounds=3, seconds=0.03), Effort(rounds=1, seconds=0.01))
 QUIET_LOAD = 0.5
 #: Width of a report that does not go to a terminal.
 FILE_WIDTH = 180
-#: As many as fit there, beside names and notes; a benchmark with more columns gets several tables.
-COLUMNS_PER_TABLE = 5
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,8 @@ class Bench:
     side_by_side: Mapping[Plan, tuple[str, ...]]
     columns: tuple[Column, ...]
     targets: tuple[Target, ...]
+    #: Of more tables, where one would be too wide.
+    further_columns: tuple[tuple[Column, ...], ...] = ()
     #: Who takes part in the sweep of sizes; none: there is no such option.
     sweep: tuple[str, ...] = ()
     #: Measured afterwards, in worlds of their own; a scenario returns nothing where its subjects were not asked for.
@@ -148,13 +147,6 @@ def pick_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))[:2]
 
 
-def tables_of(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
-    """Tables of about equal width."""
-    count = math.ceil(len(columns) / COLUMNS_PER_TABLE)
-    for number in range(count):
-        yield columns[number * len(columns) // count : (number + 1) * len(columns) // count]
-
-
 def print_report(console: Console, session: Session, about: dict[str, Any]) -> None:
     console.print("Python {python}, {system}, {cpus} CPUs, load before the run {load_before}".format_map(about))
     if len(session.cores) < 2:
@@ -163,8 +155,9 @@ def print_report(console: Console, session: Session, about: dict[str, Any]) -> N
         console.print("[yellow]Other programs were running: trust the ratios more than the times, and neither much.[/]")
     bench = session.bench
     title = f"Processes pinned to two cores: medians of {session.effort.rounds} interleaved rounds (least – greatest)"
-    for columns in tables_of([column for column in bench.columns if column.measure in session.measures]):
-        console.print(subjects_table(title, columns, session.results, session.notes))
+    for columns in (bench.columns, *bench.further_columns):
+        if any(column.measure in session.measures for column in columns):
+            console.print(subjects_table(title, columns, session.results, session.notes))
     if session.sweep:
         console.print(sweep_table(session.sweep))
     verdicts = judge(bench.targets, session.results)

@@ -31,6 +31,12 @@ Claim = tuple[int, int, int]
 Outcome = tuple[Reply, list[Claim]]
 #: What those do who read and write, given the bytes and the number of repetitions.
 Measure = Callable[[int, int], Outcome]
+#: Makes so many transfers and takes the nanoseconds of each.
+Loop = Callable[[Transfer, int], list[int]]
+#: What the owner does meanwhile. It may add to the figures.
+Owners = Callable[[], Reply | None]
+#: Seconds before each read of `busy_sparse`: long enough for whoever serves to have gone to sleep.
+SPARSE_PAUSE = 0.002
 
 
 class OneSidedRank(Rank):
@@ -43,22 +49,23 @@ class OneSidedRank(Rank):
         self._fillings = 0
         for measure in (self.read, self.write, self.large_read, self.large_write, self.batch_read, self.batch_write):
             self.add(measure, subject.attend)
-        self.add(self.busy, self._compute)
+        for measure in (self.busy, self.busy_sparse):
+            self.add(measure, self._compute)
 
-    def add(self, measure: Measure, owners: Callable[[], None]) -> None:
+    def add(self, measure: Measure, owners: Owners) -> None:
         """A command of the measure's name: `measure` on all ranks but the owner, which does its own part meanwhile."""
 
         def command(nbytes: int, count: int) -> Reply:
             self.meeting.exchange(None)
             if self.rank == OWNER:
-                owners()
-                for claims in self.meeting.exchange([]):
+                said = self.meeting.exchange(owners() or {})
+                for claims in (*said[:OWNER], *said[OWNER + 1 :]):
                     self._check_claims(claims)
                 return {}
             figures, claims = measure(nbytes, count)
-            self.subject.dismiss()
-            self.meeting.exchange(claims)
-            return figures
+            if self.rank == 0:
+                self.subject.dismiss()
+            return {**figures, **self.meeting.exchange(claims)[OWNER]}
 
         self.commands[measure.__name__] = command
 
@@ -75,17 +82,12 @@ class OneSidedRank(Rank):
 
     def read(self, nbytes: int, count: int) -> Outcome:
         """One at a time, of which the last is compared."""
-        data, into = self.filled("data", nbytes), self.local("into", nbytes)
-        self.subject.writing([(data, 0)])()
-        into.fill(0)
-        figures = latency_of(self.subject.reading([(into, 0)]), nbytes, count)
-        check_equal(into, data)
-        return figures, [claim(data, 0)]
+        return self._reads(nbytes, count, time_transfers)
 
     def write(self, nbytes: int, count: int) -> Outcome:
         """One at a time. The owner compares the last."""
         data = self.filled("data", nbytes)
-        return latency_of(self.subject.writing([(data, 0)]), nbytes, count), [claim(data, 0)]
+        return latency_of(time_transfers, self.subject.writing([(data, 0)]), nbytes, count), [claim(data, 0)]
 
     def large_read(self, nbytes: int, count: int) -> Outcome:
         """Every word is other than before each time, and every transfer is compared."""
@@ -114,7 +116,13 @@ class OneSidedRank(Rank):
     def busy(self, nbytes: int, count: int) -> Outcome:
         """`read` from an owner whose main thread runs pure Python without a pause."""
         outcome = self.read(nbytes, count)
-        self.subject.writing([(self.local("flag", 1), STOP)])()
+        self._stop_owner()
+        return outcome
+
+    def busy_sparse(self, nbytes: int, count: int) -> Outcome:
+        """The same with a pause before each read: nobody at the owner expects it."""
+        outcome = self._reads(nbytes, count, time_sparse_transfers)
+        self._stop_owner()
         return outcome
 
     def local(self, name: str, nbytes: int) -> Bytes:
@@ -129,6 +137,14 @@ class OneSidedRank(Rank):
         self._fillings += 1
         np.bitwise_xor(random_bytes(nbytes), np.uint8(self._fillings % 256), out=memory)
         return memory
+
+    def _reads(self, nbytes: int, count: int, loop: Loop) -> Outcome:
+        data, into = self.filled("data", nbytes), self.local("into", nbytes)
+        self.subject.writing([(data, 0)])()
+        into.fill(0)
+        figures = latency_of(loop, self.subject.reading([(into, 0)]), nbytes, count)
+        check_equal(into, data)
+        return figures, [claim(data, 0)]
 
     def _large(self, nbytes: int, count: int, *, reading: bool) -> Outcome:
         data, into = self.filled("data", nbytes), self.local("into", nbytes)
@@ -146,12 +162,17 @@ class OneSidedRank(Rank):
         figures = {"gb_per_s": nbytes / float(np.median(timed)), "count": count, "seconds": sum(timed) / 1e9}
         return figures, [claim(data, 0)]
 
-    def _compute(self) -> None:
-        """Until a one-sided write says that it is enough."""
-        memory = memoryview(self._owned())
+    def _compute(self) -> Reply:
+        """Until a one-sided write says that it is enough; how much of its core this thread had."""
+        memory = self._owned().data
         memory[STOP] = rounds = 0
+        began, used = time.perf_counter(), time.thread_time()
         while memory[STOP] == 0:
             rounds += 1
+        return {"owner_percent": 100 * (time.thread_time() - used) / (time.perf_counter() - began)}
+
+    def _stop_owner(self) -> None:
+        self.subject.writing([(self.local("flag", 1), STOP)])()
 
     def _owned(self) -> Bytes:
         if self.region is None:
@@ -161,12 +182,12 @@ class OneSidedRank(Rank):
     def _check_claims(self, claims: Iterable[Claim]) -> None:
         memory = self._owned()
         for offset, nbytes, checksum in claims:
-            if zlib.crc32(memory[offset : offset + nbytes]) != checksum:
+            if zlib.crc32(memory[offset : offset + nbytes].data) != checksum:
                 raise WrongData(f"{nbytes} bytes at {offset} in the owner's memory are not those that were written.")
 
 
 def claim(data: Bytes, offset: int) -> Claim:
-    return offset, data.nbytes, zlib.crc32(data)
+    return offset, data.nbytes, zlib.crc32(data.data)
 
 
 def pages(memory: Bytes) -> list[Piece]:
@@ -189,10 +210,18 @@ def time_transfers(transfer: Transfer, count: int) -> list[int]:
     return samples
 
 
-def latency_of(transfer: Transfer, nbytes: int, count: int) -> Reply:
-    time_transfers(transfer, warmup_of(count))
+def time_sparse_transfers(transfer: Transfer, count: int) -> list[int]:
+    samples = []
+    for _ in range(count):
+        time.sleep(SPARSE_PAUSE)
+        samples += time_transfers(transfer, 1)
+    return samples
+
+
+def latency_of(loop: Loop, transfer: Transfer, nbytes: int, count: int) -> Reply:
+    loop(transfer, warmup_of(count))
     began = time.perf_counter()
-    samples = time_transfers(transfer, count)
+    samples = loop(transfer, count)
     figures = latency_figures(samples, time.perf_counter() - began, nbytes)
     return {**figures, "gb_per_s": nbytes / figures["p50_us"] / 1e3}  # one way only
 
