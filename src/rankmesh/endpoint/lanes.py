@@ -9,6 +9,7 @@ So a control frame waits for at most one batch (COMMIT_BYTES) in front of it, wh
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from enum import IntEnum
@@ -190,38 +191,32 @@ class OutQueue:
 class Cursor:
     """Walks over a run of buffers as if they were one, handing out pieces without copying."""
 
-    __slots__ = ("_at", "_part", "_parts", "offset")
+    __slots__ = ("_ahead", "_parts", "offset")
 
     def __init__(self, parts: Iterable[memoryview]) -> None:
         self._parts = iter(parts)
-        #: What is left to hand out of a part from `_at` on; None: the next one is due.
-        self._part: memoryview | None = None
-        self._at = 0
+        #: Parts that were taken from `_parts` and not handed out, the first of them perhaps cut.
+        self._ahead: deque[memoryview] = deque()
         self.offset = 0
 
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
-        began, left = self.offset, limit
-        pieces: list[memoryview] = []
-        while left and len(pieces) < COMMIT_BUFFERS - 1:
-            part = self._part
-            if part is None:
-                part = next(self._parts, None)
-                if part is None:
-                    break
-                size = len(part)
-                if size <= left:  # many small parts pass here, each as a whole
-                    if size:
-                        pieces.append(part)
-                        left -= size
-                    continue
-                self._part = part
-                self._at = 0
-            at = self._at
-            piece = part[at : at + left]
-            pieces.append(piece)
-            left -= len(piece)
-            self._at = at = at + len(piece)
-            if at == len(part):
-                self._part = None
-        self.offset = began + limit - left
+        began, ahead = self.offset, self._ahead
+        ahead.extend(itertools.islice(self._parts, max(COMMIT_BUFFERS - 1 - len(ahead), 0)))
+        nbytes = sum(map(len, ahead))
+        if nbytes <= limit:  # all of them: many small ones pass here
+            pieces = list(ahead)
+            ahead.clear()
+            if not nbytes and pieces:
+                return self.next_piece(limit)  # nothing but empty ones
+        else:
+            pieces = []
+            nbytes = limit
+            while limit:
+                part = ahead.popleft()
+                if len(part) > limit:
+                    ahead.appendleft(part[limit:])
+                    part = part[:limit]
+                pieces.append(part)
+                limit -= len(part)
+        self.offset = began + nbytes
         return began, pieces

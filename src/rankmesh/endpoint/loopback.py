@@ -154,6 +154,9 @@ class Loopback(Conversation):
             transfer.frame_sent(size)
             posted.landed(size)
 
+    def joining(self) -> memoryview:
+        raise AssertionError("nothing is joined here")
+
     def halt(self, transfer: Transfer) -> None:
         """Nothing is ever under way."""
 

@@ -23,7 +23,7 @@ from rankmesh.errors import BusyError, ProtocolError, UsageError
 from rankmesh.transport.ring import BELL, begin
 from rankmesh.wire.credit import OVERHEAD, CreditOut
 from rankmesh.wire.credit import Lane as CreditLane
-from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Flag, Kind, pack
+from rankmesh.wire.header import DATA_LIMIT, HEADER, HEADER_BYTES, VERSION, Flag, Kind, pack
 from rankmesh.wire.messages import Identity
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Outbound(FrameSender):
         self._join_limit = 0
         #: Buffers of a transfer that are smaller than this are better joined before they are handed to the link.
         self.join_below = WRITE_FROM
+        self._joining: memoryview | None = None
 
     def attach(self, link: Link, remote: Identity, polled: PolledLink | None) -> None:
         self._open(link)
@@ -245,6 +246,12 @@ class Outbound(FrameSender):
         self.bytes += nbytes
         if not self.blocked:  # else readiness flushes
             self.flush()
+
+    def joining(self) -> memoryview:
+        """Memory for one DATA frame whose parts are joined: there is one such frame at a time."""
+        if self._joining is None:
+            self._joining = memoryview(bytearray(DATA_LIMIT))
+        return self._joining
 
     def halt(self, transfer: Transfer) -> None:
         """From now on the memory of a transfer that was given to `move` is not read."""

@@ -17,7 +17,7 @@ less than a system call for each of them. All methods need the engine's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Final, Protocol
 
 from rankmesh.endpoint.lanes import Cursor
 from rankmesh.errors import ProtocolError
@@ -27,6 +27,14 @@ ANSWER: Final = 1 << 63
 BROUGHT: Final = 1 << 62
 #: The first ident of this kind: those below are of announced transfers.
 FIRST: Final = BROUGHT
+
+
+class Joining(Protocol):
+    """What an Outflow needs to know of the connection it leaves by: see Outbound."""
+
+    @property
+    def join_below(self) -> int: ...
+    def joining(self) -> memoryview: ...
 
 
 class Posted:
@@ -120,23 +128,28 @@ class Posted:
 class Outflow:
     """Bytes that go to a posted place, as a Transfer of the bulk lane."""
 
-    def __init__(self, ident: int, parts: Iterable[memoryview], nbytes: int, join_below: int) -> None:
-        """Parts smaller than `join_below` on average are joined: see `Outbound.join_below`."""
+    def __init__(self, outbound: Joining, ident: int, parts: Iterable[memoryview], nbytes: int) -> None:
         self.ident = ident
         #: Bytes that have not left.
         self.left = nbytes
         self._cursor = Cursor(parts)
-        self._join_below = join_below
+        self._outbound = outbound
 
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
+        """Parts that the link would take too long over are joined, in memory that is used again for the next frame:
+        this one has left when it is asked for that."""
         cursor = self._cursor
         offset, pieces = cursor.next_piece(limit)
-        if len(pieces) > 1 and cursor.offset - offset < self._join_below * len(pieces):
-            joined = [b"".join(pieces)]
-            while (room := offset + limit - cursor.offset) and (pieces := cursor.next_piece(room)[1]):
-                joined.append(b"".join(pieces))
-            pieces = [memoryview(b"".join(joined) if len(joined) > 1 else joined[0])]
-        return offset, pieces
+        if len(pieces) < 2 or cursor.offset - offset >= self._outbound.join_below * len(pieces):
+            return offset, pieces
+        joined, at = self._outbound.joining(), 0
+        while pieces:
+            for piece in pieces:
+                end = at + len(piece)
+                joined[at:end] = piece
+                at = end
+            pieces = cursor.next_piece(limit - at)[1] if at < limit else []
+        return offset, [joined[:at]]
 
     def frame_sent(self, nbytes: int) -> None:
         self.left -= nbytes

@@ -51,7 +51,7 @@ class MemoryAgent:
         self._oneself: Router | None = None
         self._flows: dict[int, Flow] = {}
         self._server = server = MemoryServer(self._hub, self._name)
-        endpoint.attach(SERVICE, server.on_request, server.on_request, self)
+        endpoint.attach(SERVICE, server.on_request, server.on_lone, self)
 
     # ------------------------------------------------------------------ regions of one's own
 

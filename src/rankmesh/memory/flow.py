@@ -60,19 +60,23 @@ class Flow:
             self._waiting.append(operation)
             operation.queued = True
             return
-        self._send(operation, more=not urgent and self._cost > 0)
+        if not urgent and self._cost:
+            self._send_with_others(operation)
+        else:
+            self._cost += operation.cost
+            operation.counted = True
+            operation.send(False)
 
-    def _send(self, operation: Operation, more: bool) -> None:
+    def _send_with_others(self, operation: Operation) -> None:
         self._cost += operation.cost
         operation.counted = True
-        operation.send(more)
-        if more:
-            self._gathered += 1
-            if self._gathered == 1:
-                self._engine.call_at(0.0, self.flush)
-                self._engine.background.wake()
-            elif self._gathered >= COMPANY:
-                self.flush()
+        operation.send(True)
+        self._gathered += 1
+        if self._gathered == 1:
+            self._engine.call_at(0.0, self.flush)
+            self._engine.background.wake()
+        elif self._gathered >= COMPANY:
+            self.flush()
 
     def flush(self) -> None:
         """Let go what has gathered."""
@@ -96,7 +100,7 @@ class Flow:
             self._waiting.popleft()
             operation.queued = False
             try:
-                self._send(operation, more=True)
+                self._send_with_others(operation)
             except RankmeshError as error:
                 operation.fail(error)
 

@@ -7,15 +7,15 @@ that has no memory, and the strides of the result tell which bytes are meant.
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from rankmesh.buffers import readable, writable
+from rankmesh.buffers import EMPTY, readable, writable
 from rankmesh.errors import OutOfBounds, UsageError
+from rankmesh.memory.protocol import Bit
 
 #: (offset, length, stride, count): `count` stretches of `length` bytes of a region, `stride` apart.
 Block = tuple[int, int, int, int]
@@ -65,12 +65,18 @@ class Rows:
         self._starts = starts
         self._nbytes = nbytes
 
+    def __len__(self) -> int:
+        return len(self._starts)
+
     def __iter__(self) -> Iterator[memoryview]:
         flat, nbytes = self._flat, self._nbytes
         return (flat[start : start + nbytes] for start in self._starts)
 
 
-def local(data: Any, *, writes: bool) -> Iterable[memoryview]:
+Views = tuple[memoryview, ...] | Rows
+
+
+def local(data: Any, *, writes: bool) -> Views:
     """The caller's memory, as views in C order: nothing is copied. `writes`: it will be written to."""
     try:
         view = memoryview(data).cast("B")
@@ -85,9 +91,9 @@ def local(data: Any, *, writes: bool) -> Iterable[memoryview]:
     return (writable(data) if writes else readable(data),)
 
 
-def _strided(array: np.ndarray[Any, Any]) -> Iterable[memoryview]:
+def _strided(array: np.ndarray[Any, Any]) -> Views:
     if not array.size:
-        return ()
+        return (EMPTY,)
     lie = stretches(array)
     starts = lie.starts()
     # all memory from the array's first byte to its last, as bytes: `as_strided` keeps the array alive
@@ -156,9 +162,67 @@ def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
-def pack_blocks(blocks: Sequence[Block]) -> tuple[bytes, bool]:
-    """Blocks as they travel, and whether they are strided."""
-    strided = any(count != 1 for _, _, _, count in blocks)
-    table = blocks if strided else [(offset, length) for offset, length, _, _ in blocks]
-    flat = itertools.chain.from_iterable(table)
-    return struct.pack(f"<{len(blocks) * (4 if strided else 2)}Q", *flat), strided
+class Batch:
+    """The caller's memory and the region's, piece by piece, in the same order. `outside(what)` makes the error for a
+    block that does not lie in the region's `most` bytes."""
+
+    def __init__(self, most: int, outside: Callable[[str], OutOfBounds]) -> None:
+        self.parts: list[memoryview] = []
+        self.nbytes = 0
+        self.strided = False
+        self._most = most
+        self._outside = outside
+        #: (offset, length) of each piece; (offset, length, stride, count) once one is strided.
+        self._table: list[int] = []
+
+    def gather(self, pieces: Iterable[Sequence[Any]], *, writes: bool) -> Self:
+        """Take the pieces of a batch, all at once where they are plain: thousands are common."""
+        pieces = list(pieces)
+        try:
+            data, offsets = zip(*pieces, strict=True)
+            parts = [view.cast("B") for view in map(memoryview, data)]
+        except (TypeError, ValueError):  # some have strides, or are no plain buffers; or there are none
+            for piece in pieces:
+                self._take(*piece, writes=writes)
+            return self
+        if writes and any(view.readonly for view in parts):
+            writable(data[[view.readonly for view in parts].index(True)])  # which says so
+        sizes = list(map(len, parts))
+        try:
+            table = np.array((offsets, sizes), np.int64)
+        except OverflowError:
+            raise self._outside(f"pieces at {min(offsets)} … {max(offsets)}") from None
+        bad = (table[0] < 0) | (table[0] > self._most - table[1])
+        if bad.any():
+            at = int(bad.argmax())
+            raise self._outside(f"{sizes[at]} bytes at {offsets[at]}")
+        self.parts += parts
+        self._table += table.T.ravel().tolist()
+        self.nbytes += sum(sizes)
+        return self
+
+    def _take(self, data: Any, offset: int, stride: int | None = None, *, writes: bool) -> None:
+        mine = local(data, writes=writes)
+        self.parts += mine
+        self.add((offset, sum(map(len, mine)), 0, 1) if stride is None else rows(data, offset, stride))
+
+    def add(self, block: Block) -> None:
+        """Take a block of the region; its memory here is in `parts`, or comes later."""
+        offset, length, stride, count = block
+        if offset < 0 or offset + length + stride * (count - 1) > self._most:
+            raise self._outside(f"{count} × {length} bytes at {offset}, {stride} apart,")
+        if count != 1 and not self.strided:
+            plain = iter(self._table)
+            self._table = [number for pair in zip(plain, plain, strict=True) for number in (*pair, 0, 1)]
+            self.strided = True
+        self._table += block if self.strided else block[:2]
+        self.nbytes += length * count
+
+    @property
+    def bits(self) -> int:
+        return Bit.BATCH | Bit.STRIDED if self.strided else Bit.BATCH
+
+    def pack(self) -> tuple[int, bytes]:
+        """How many pieces, and these as they travel."""
+        table = self._table
+        return len(table) // (4 if self.strided else 2), struct.pack(f"<{len(table)}Q", *table)

@@ -75,6 +75,8 @@ class Operation(Work[Any]):
     ident = 0
     what = ""
     cost = COST
+    #: Its bytes do not travel in the request or the reply.
+    streamed = False
     #: It waits in its flow; or counts in it.
     queued = False
     counted = False
@@ -135,9 +137,11 @@ class Operation(Work[Any]):
         self.ident = ident = router.outbound.new_ident()
         router.requests[ident] = self
         try:
-            self.prepare()
+            if self.streamed:
+                self.prepare()
             if router.outbound.send_rpc(_REQUEST, 0, SERVICE, ident, self._body, more):
-                self.request_left()
+                if self.streamed:
+                    self.request_left()
             else:
                 self._carrier = Carrier(self, self._body)
                 router.outbound.start(self._carrier)
@@ -156,7 +160,9 @@ class Operation(Work[Any]):
 
     def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
         del self.router.requests[self.ident]
-        self._settle()
+        if self.counted:  # _settle, written out
+            self.counted = False
+            self._flow.left(self)
         if flags & _ERROR or service != SERVICE:
             self.refused()
             if not self.finished:
@@ -242,7 +248,16 @@ class Read(Operation):
         parts: Iterable[memoryview],
         nbytes: int,
     ) -> None:
-        super().__init__(flow, region, body, timeout)
+        # Operation.__init__, written out
+        router = flow.router
+        self._engine = router.engine
+        self._flow = flow
+        self.router = router
+        self.peer = router.peer
+        self.region = region
+        self.timeout = timeout
+        self.began = monotonic()
+        self._body = body
         self._out = out
         self._parts: Iterable[memoryview] = parts
         self.nbytes = nbytes
@@ -269,6 +284,7 @@ class Read(Operation):
 class StreamedRead(Read):
     """A read whose bytes come straight into their place."""
 
+    streamed = True
     _posted: Posted | None = None
 
     def __init__(self, *args: Any) -> None:
@@ -319,6 +335,7 @@ class StreamedWrite(Operation):
 
     what = "write"
     cost = STREAM_COST
+    streamed = True
     _stream: Outflow | None = None
 
     def __init__(
@@ -333,7 +350,7 @@ class StreamedWrite(Operation):
         if self.finished:  # refused while it was being sent
             return
         outbound = self.router.outbound
-        self._stream = Outflow(self.ident | BROUGHT, self._parts, self.nbytes, outbound.join_below)
+        self._stream = Outflow(outbound, self.ident | BROUGHT, self._parts, self.nbytes)
         self._parts = ()
         outbound.move(self._stream, self.nbytes)
 

@@ -195,8 +195,8 @@ class Region:
         self._check_table(table, ask.nbytes)
         if strided:
             return self._blocks(table.tolist())
-        view = self.view
-        return (view[offset : offset + length] for offset, length in table.tolist())
+        starts, ends = table[:, 0], table[:, 0] + table[:, 1]
+        return map(self.view.__getitem__, map(slice, starts.tolist(), ends.tolist()))
 
     def _check(self, offset: int, nbytes: int) -> None:
         if offset + nbytes > self.nbytes:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.errors import OutOfBounds, UsageError
-from rankmesh.memory.layout import Block, indexed, local, pack_blocks, rows
+from rankmesh.memory.layout import Batch, Block, indexed, local, rows
 from rankmesh.memory.operations import Operation, Read, StreamedRead, StreamedWrite, Swap, Write
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
 from rankmesh.memory.region import as_signed
@@ -64,8 +64,18 @@ class RemoteRegion:
         """Read into `out`, from byte `offset` on; return `out`. With `stride`, row i of `out` is read from
         offset + i * stride. `out` may be a strided array."""
         parts = local(out, writes=True)
+        if stride is None and isinstance(parts, tuple):
+            nbytes = len(parts[0])
+            if nbytes <= self._inline and 0 <= offset <= self.nbytes - nbytes:  # the hot path, written out
+                body = _pack(_READ, 0, 0, 0, self.generation, offset, nbytes)
+                seconds = self._timeout if timeout is None else timeout
+                read = Read(self._flow, self.name, body, seconds, out, parts, nbytes)
+                if not async_op:
+                    return read.complete()
+                read.begin()
+                return read
         if stride is not None:
-            return self._read_blocks(out, parts, [rows(out, offset, stride)], timeout, async_op)
+            return self._read_batch(out, self._batch_of(parts, [rows(out, offset, stride)]), timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
         body = _pack(_READ, 0 if nbytes <= self._inline else Bit.STREAMED, 0, 0, self.generation, offset, nbytes)
@@ -73,17 +83,15 @@ class RemoteRegion:
 
     def read_batch(self, pieces: Pieces, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Read any number of (out, offset) or (out, offset, stride) in one request: all of them, or none."""
-        parts, blocks = self._gather(pieces, writes=True)
-        return self._read_blocks(None, parts, blocks, timeout, async_op)
+        batch = Batch(self.nbytes, self._outside).gather(pieces, writes=True)
+        return self._read_batch(None, batch, timeout, async_op)
 
-    def _read_blocks(
-        self, out: Any, parts: Iterable[memoryview], blocks: list[Block], timeout: float | None, async_op: bool
-    ) -> Any:
-        nbytes = self._check_blocks(blocks)
-        table, strided = pack_blocks(blocks)
-        bits = Bit.BATCH | (Bit.STRIDED if strided else 0) | (Bit.STREAMED if nbytes > self._inline else 0)
-        body = _pack(_READ, bits, 0, len(blocks), self.generation, 0, nbytes) + table
-        return self._run_read(body, out, parts, nbytes, timeout, async_op)
+    def _read_batch(self, out: Any, batch: Batch, timeout: float | None, async_op: bool) -> Any:
+        count, table = self._table(batch)
+        nbytes = batch.nbytes
+        bits = batch.bits | (Bit.STREAMED if nbytes > self._inline else 0)
+        body = _pack(_READ, bits, 0, count, self.generation, 0, nbytes) + table
+        return self._run_read(body, out, batch.parts, nbytes, timeout, async_op)
 
     def _run_read(
         self, body: bytes, out: Any, parts: Iterable[memoryview], nbytes: int, timeout: float | None, async_op: bool
@@ -108,7 +116,7 @@ class RemoteRegion:
         offset + i * stride. `notify`: whoever waits there for this key learns of it, after the bytes are there."""
         parts = local(data, writes=False)
         if stride is not None:
-            return self._write_blocks(parts, [rows(data, offset, stride)], notify, timeout, async_op)
+            return self._write_batch(self._batch_of(parts, [rows(data, offset, stride)]), notify, timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
         return self._run_write(parts, b"", 0, 0, offset, nbytes, notify, timeout, async_op)
@@ -118,21 +126,12 @@ class RemoteRegion:
     ) -> Any:
         """Write any number of (data, offset) or (data, offset, stride) in one request, which is checked as a whole
         before a byte is written."""
-        parts, blocks = self._gather(pieces, writes=False)
-        return self._write_blocks(parts, blocks, notify, timeout, async_op)
+        batch = Batch(self.nbytes, self._outside).gather(pieces, writes=False)
+        return self._write_batch(batch, notify, timeout, async_op)
 
-    def _write_blocks(
-        self,
-        parts: Iterable[memoryview],
-        blocks: list[Block],
-        notify: str | int | None,
-        timeout: float | None,
-        async_op: bool,
-    ) -> Any:
-        nbytes = self._check_blocks(blocks)
-        table, strided = pack_blocks(blocks)
-        bits = Bit.BATCH | (Bit.STRIDED if strided else 0)
-        return self._run_write(parts, table, bits, len(blocks), 0, nbytes, notify, timeout, async_op)
+    def _write_batch(self, batch: Batch, notify: str | int | None, timeout: float | None, async_op: bool) -> Any:
+        count, table = self._table(batch)
+        return self._run_write(batch.parts, table, batch.bits, count, 0, batch.nbytes, notify, timeout, async_op)
 
     def _run_write(
         self,
@@ -165,7 +164,7 @@ class RemoteRegion:
         meant = indexed(index, self.shape, self.dtype)
         out = np.empty(meant.shape, self.dtype)
         if meant.blocks:
-            self._read_blocks(out, local(out, writes=True), meant.blocks, None, async_op=False)
+            self._read_batch(out, self._batch_of(local(out, writes=True), meant.blocks), None, async_op=False)
         return out[()] if meant.item else out
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -174,7 +173,7 @@ class RemoteRegion:
         if meant.blocks:
             data = np.empty(meant.shape, self.dtype)
             data[...] = value
-            self._write_blocks(local(data, writes=False), meant.blocks, None, None, async_op=False)
+            self._write_batch(self._batch_of(local(data, writes=False), meant.blocks), None, None, async_op=False)
 
     def fetch_add(self, offset: int, value: int, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Add to the 64-bit cell at byte `offset` (a multiple of 8), wrapping around; return its old value. Cells are
@@ -206,38 +205,25 @@ class RemoteRegion:
             return operation
         return operation.complete()
 
-    def _gather(self, pieces: Pieces, writes: bool) -> tuple[list[memoryview], list[Block]]:
-        """The caller's memory and the region's, in the order of the pieces."""
-        parts: list[memoryview] = []
-        blocks: list[Block] = []
-        for piece in pieces:
-            mine = local(piece[0], writes=writes)
-            if len(piece) == 2:
-                nbytes = 0
-                for part in mine:
-                    parts.append(part)
-                    nbytes += len(part)
-                blocks.append((piece[1], nbytes, 0, 1))
-            else:
-                parts += mine
-                blocks.append(rows(*piece))
-        return parts, blocks
+    def _batch_of(self, parts: Iterable[memoryview], blocks: Iterable[Block]) -> Batch:
+        """Blocks of the region, and the caller's memory for them."""
+        batch = Batch(self.nbytes, self._outside)
+        for block in blocks:
+            batch.add(block)
+        batch.parts += parts
+        return batch
+
+    @staticmethod
+    def _table(batch: Batch) -> tuple[int, bytes]:
+        count, table = batch.pack()
+        if count > MAX_PIECES:
+            raise UsageError(f"{count} pieces are too many for one request. Pass at most {MAX_PIECES} at once.")
+        return count, table
 
     def _check(self, offset: int, nbytes: int) -> None:
         """The owner checks too; this saves the way there."""
         if offset < 0 or offset + nbytes > self.nbytes:
             raise self._outside(f"{nbytes} bytes at {offset}")
-
-    def _check_blocks(self, blocks: list[Block]) -> int:
-        """The bytes of all of them."""
-        if len(blocks) > MAX_PIECES:
-            raise UsageError(f"{len(blocks)} pieces are too many for one request. Pass at most {MAX_PIECES} at once.")
-        total, most = 0, self.nbytes
-        for offset, length, stride, count in blocks:
-            if offset < 0 or offset + length + stride * (count - 1) > most:
-                raise self._outside(f"{count} × {length} bytes at {offset}, {stride} apart,")
-            total += length * count
-        return total
 
     def _outside(self, what: str) -> OutOfBounds:
         return OutOfBounds(

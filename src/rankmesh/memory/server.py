@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 _REPLY: Final = int(Kind.REPLY)
 _ERROR: Final = int(Flag.ERROR)
 _READ: Final = int(Op.READ)
+_WRITE: Final = int(Op.WRITE)
 _unpack: Final = REQUEST.unpack_from
 _HEAD: Final = REQUEST.size
 #: What a transfer costs its owner besides the pieces it names.
@@ -112,7 +113,7 @@ class Reading(Moving, Outflow):
         cost: int,
     ) -> None:
         Moving.__init__(self, server, region, router, ident, cost)
-        Outflow.__init__(self, ident | ANSWER, parts, nbytes, router.outbound.join_below)
+        Outflow.__init__(self, router.outbound, ident | ANSWER, parts, nbytes)
 
     def frame_sent(self, nbytes: int) -> None:
         super().frame_sent(nbytes)
@@ -157,6 +158,7 @@ class MemoryServer:
     def __init__(self, hub: Hub, name_source: Callable[[Router], Any]) -> None:
         self.hub = hub
         self.engine = hub.engine
+        self._inline = hub.config.eager_bytes
         self.regions: dict[str, Region] = {}
         self._by_generation: dict[int, Region] = {}
         self._generations = itertools.count(secrets.randbits(62) + 1)
@@ -242,17 +244,33 @@ class MemoryServer:
 
     # ------------------------------------------------------------------ requests
 
-    def on_request(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
-        """A request is here. The first lines are the hot path: a small read of what may be read."""
-        if len(payload) == _HEAD:
+    def on_lone(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
+        """A request that came alone. The hot path, written out: a small read or write of what is there."""
+        size = len(payload)
+        if size >= _HEAD:
             op, bits, _, _, generation, offset, nbytes = _unpack(payload)
             region = self._by_generation.get(generation)
-            if op == _READ and not bits and region is not None and region.readable and region.allowed is None:
-                end = offset + nbytes
-                if end <= region.nbytes and nbytes <= self.hub.config.eager_bytes:
+            end = offset + nbytes
+            if region is not None and not bits and region.allowed is None and end <= region.nbytes:
+                body: bytes | memoryview | None = None
+                if op == _READ and region.readable and nbytes <= self._inline and size == _HEAD:
+                    body = region.view[offset:end]
+                elif op == _WRITE and region.writable and size == _HEAD + nbytes:
+                    region.view[offset:end] = payload[_HEAD:]
+                    body = DONE
+                if body is not None:
                     self.served += 1
-                    self._reply(router, ident, region.view[offset:end])
+                    try:
+                        if router.outbound.send_rpc(_REPLY, 0, SERVICE, ident, body):
+                            return
+                    except BusyError:
+                        pass  # the general way deals with it
+                    self._reply(router, ident, body)
                     return
+        self.on_request(router, ident, payload, owned)
+
+    def on_request(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
+        """A request is here."""
         ask = read_ask(payload)
         handler = self._handlers.get(ask.op)
         if handler is None:
@@ -316,7 +334,7 @@ class MemoryServer:
         region = self._region(router, ask, reads=True, writes=False)
         parts = region.parts(ask, payload)
         if not ask.bits & Bit.STREAMED:
-            if ask.nbytes > self.hub.config.eager_bytes:
+            if ask.nbytes > self._inline:
                 raise Refusal(Why.INVALID, f"{ask.nbytes} bytes are too many for one reply")
             self._reply(router, ident, b"".join(parts))
         elif not ask.nbytes:
