@@ -52,6 +52,8 @@ class PeerRouter(Conversation):
         #: The peer's number in this endpoint: the source of its messages.
         self.index = index
         self.link: Link | None = None
+        #: The same, if it is one that can be looked at directly: both sides share memory.
+        self.polled: PolledLink | None = None
         #: What carries the conversation, and why; of the last connection if there is none now.
         self.carrier: Carrier | None = None
         #: Why the peer is gone for good, and since when; empty while it is not.
@@ -74,7 +76,7 @@ class PeerRouter(Conversation):
         """A connection is there: what waited goes out."""
         self.link = link
         self.last_heard = self._last_spoke = self._last_traffic = now
-        polled = link if isinstance(link, PolledLink) and link.start_polling() else None
+        self.polled = polled = link if isinstance(link, PolledLink) and link.start_polling() else None
         self.inbound.attach(link, polled)
         if polled is None:
             self.engine.watch(link.fileno(), link.poll_mask(), self.ready)
@@ -85,7 +87,7 @@ class PeerRouter(Conversation):
         self.outbound.attach(link, remote, polled)
 
     def _release_link(self, abort: bool) -> None:
-        link, self.link = self.link, None
+        link, self.link, self.polled = self.link, None, None
         if link is not None:
             self.engine.unwatch(link.fileno())
             if abort:

@@ -6,6 +6,7 @@ Config.timeout).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from rankmesh.endpoint import Endpoint, Peer
 from rankmesh.endpoint.router import Router
 from rankmesh.errors import UsageError
 from rankmesh.memory.flow import Flow
+from rankmesh.memory.mapping import SharedMemory
 from rankmesh.memory.operations import Query
 from rankmesh.memory.protocol import (
     REQUEST,
@@ -33,6 +35,8 @@ from rankmesh.memory.region import Region
 from rankmesh.memory.remote import RemoteRegion
 from rankmesh.memory.server import MemoryServer
 from rankmesh.memory.watching import RegionWatch
+
+logger = logging.getLogger("rankmesh")
 
 _Infos = list[RegionInfo]  # `list` means something else in the class below
 #: Whose regions are meant.
@@ -84,8 +88,21 @@ class MemoryAgent:
         shape = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
         if kind.hasobject or not kind.itemsize * math.prod(shape):
             raise UsageError(f"No memory can be allocated for shape {shape} and dtype {kind}. Ask for some bytes.")
-        region = Region(self._server, name, np.zeros(shape, kind), access, self._server.new_generation())
-        return self._add(region, allow)
+        generation = self._server.new_generation()
+        shared = self._shared(kind.itemsize * math.prod(shape), generation, access)
+        memory = np.zeros(shape, kind) if shared is None else np.frombuffer(shared.data, kind).reshape(shape)
+        return self._add(Region(self._server, name, memory, access, generation, shared), allow)
+
+    @staticmethod
+    def _shared(nbytes: int, generation: int, access: str) -> SharedMemory | None:
+        """What is mapped can be read: a region that may only be written is not shared."""
+        if access == "w":
+            return None
+        try:
+            return SharedMemory(nbytes, generation, writable="w" in access)
+        except OSError as error:
+            logger.warning("No shared memory for a region of %d bytes: %s.", nbytes, error.strerror or error)
+            return None
 
     def _add(self, region: Region, allow: Iterable[Peer | int | str] | None) -> Region:
         region.allow(allow)
@@ -115,9 +132,12 @@ class MemoryAgent:
         """Look a region up now. RegionNotFound if there is none; with `wait`, wait until it is registered."""
         encoded = encode_name(name)
         flow = self._flow(where)
-        body = REQUEST.pack(Op.OPEN, Bit.WAIT if wait else 0, len(encoded), 0, 0, 0, 0) + encoded
+        bits = Bit.MAP | Bit.WAIT if wait else Bit.MAP
+        body = REQUEST.pack(Op.OPEN, bits, len(encoded), 0, 0, 0, 0) + encoded
         query = Query(flow, name, "open", body, self._seconds(timeout), decode_description)
-        return RemoteRegion(flow, info_of(query.complete()))
+        description = query.complete()
+        with self._hub.engine:
+            return RemoteRegion(flow, info_of(description), flow.map(description))
 
     def list(self, where: Where, *, timeout: float | None = None) -> _Infos:
         """The regions that one may open there."""
@@ -182,7 +202,8 @@ class MemoryAgent:
     # ------------------------------------------------------------------ as an agent of the endpoint
 
     def needs(self, router: Router) -> bool:
-        return self._server.needs(router)
+        flow = self._flows.get(router.index)
+        return self._server.needs(router) or (flow is not None and flow.needed)
 
     def peer_lost(self, router: Router) -> None:
         self._server.peer_lost(router)
@@ -196,4 +217,5 @@ class MemoryAgent:
             flow.abandon(self._hub.closed_error)
 
     def closed(self) -> None:
-        """Nothing is left to free."""
+        """Descriptors go; the memory stays as long as somebody refers to it."""
+        self._server.free()

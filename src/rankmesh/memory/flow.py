@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Final
 from rankmesh.endpoint.outbound import SEND_COST
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import BusyError, RankmeshError, StaleRegion
+from rankmesh.memory.mapping import SEGMENT, Mapping, fits
+from rankmesh.memory.protocol import REQUEST, SERVICE, Description, Op
+from rankmesh.wire.header import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rankmesh.memory.operations import Operation
 
+_REQUEST: Final = int(Kind.REQUEST)
 #: Bytes of requests and answers that may be under way at once.
 WINDOW: Final = 4 * 1024 * 1024
 #: Requests that leave together at most.
@@ -37,19 +41,46 @@ class Flow:
         self._hub = router.hub
         self._waiting: deque[Operation] = deque()
         self._cost = 0
+        #: Regions of this peer's that are mapped here, by segment.
+        self._mappings: dict[int, Mapping] = {}
         #: Requests that were handed to the connection and not flushed.
         self._gathered = 0
 
     @property
-    def idle(self) -> bool:
-        return not self._waiting
+    def needed(self) -> bool:
+        """The connection must stay although it is quiet."""
+        return bool(self._waiting or self._mappings)
+
+    def map(self, description: Description) -> Mapping | None:
+        """The mapping of a region that was opened now, if its owner offers one: all handles of it share it."""
+        polled, segment = self.router.polled, description.segment
+        if not segment or polled is None:
+            return None
+        if segment not in polled.shared:
+            polled.answer_bell()  # its descriptor was sent before the answer was
+        memory = polled.shared.pop(segment, None)
+        known = self._mappings.get(segment)
+        if known is not None:
+            return known
+        if memory is None or not fits(memory, description.nbytes, description.slot):
+            return None
+        mapping = Mapping(memory, description.slot, description.name, description.nbytes, description.generation)
+        self._mappings[segment] = mapping
+        return mapping
+
+    def unmap(self, mapping: Mapping) -> None:
+        """Its last handle is closed."""
+        self._mappings.pop(mapping.generation | SEGMENT, None)
+        if not self.router.gone and not self._hub.closed:
+            body = REQUEST.pack(Op.CLOSE, 0, 0, 0, mapping.generation, 0, 0)
+            self.router.outbound.send_rpc(_REQUEST, 0, SERVICE, self.router.outbound.new_ident(), body)
 
     def submit(self, operation: Operation, urgent: bool) -> None:
         """Send a request, or let it wait for its turn."""
         if self._hub.closed:
             self._hub.check_open()
         if self.router.gone:
-            raise self._gone(operation)
+            raise self._gone(operation.op, operation.region)
         if self._waiting or (self._cost and self._cost + operation.cost > WINDOW):
             bound = self._hub.config.send_queue_bytes
             if len(self._waiting) * SEND_COST >= bound:
@@ -116,16 +147,23 @@ class Flow:
             operation.queued = False
             operation.fail(make_error(operation.op, None))
 
-    def _gone(self, operation: Operation) -> RankmeshError:
+    def check(self, op: str, region: str) -> None:
+        """Raises what an operation on this peer's memory would fail with right now."""
+        if self._hub.closed:
+            self._hub.check_open()
+        if self.router.gone:
+            raise self._gone(op, region)
+
+    def _gone(self, op: str, region: str) -> RankmeshError:
         """The owner is gone; if it is back, under its old name, then as another process, which knows none of our
         handles."""
         peer = self.router.peer
         for other in self._hub.routers.values():
             if isinstance(other, PeerRouter) and not other.gone and peer.name and other.peer.name == peer.name:
                 return StaleRegion(
-                    f"{peer} is lost, and {other.peer} has taken its place: {operation.op} it cannot go on.",
-                    region=operation.region,
+                    f"{peer} is lost, and {other.peer} has taken its place: {op} it cannot go on.",
+                    region=region,
                     peer=str(peer),
                 )
-        error: RankmeshError = self.router.lost_error(operation.op, None)
+        error: RankmeshError = self.router.lost_error(op, None)
         return error

@@ -7,6 +7,7 @@ that has no memory, and the strides of the result tell which bytes are meant.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -180,7 +181,7 @@ class Batch:
         pieces = list(pieces)
         try:
             data, offsets = zip(*pieces, strict=True)
-            parts = [view.cast("B") for view in map(memoryview, data)]
+            parts = [memoryview(each).cast("B") for each in data]
         except (TypeError, ValueError):  # some have strides, or are no plain buffers; or there are none
             for piece in pieces:
                 self._take(*piece, writes=writes)
@@ -217,6 +218,13 @@ class Batch:
             self.strided = True
         self._table += block if self.strided else block[:2]
         self.nbytes += length * count
+
+    def blocks(self) -> Iterator[Block]:
+        """What was taken, again."""
+        table = self._table
+        if self.strided:
+            return zip(table[0::4], table[1::4], table[2::4], table[3::4], strict=True)
+        return zip(table[0::2], table[1::2], itertools.repeat(0), itertools.repeat(1), strict=False)
 
     @property
     def bits(self) -> int:

@@ -71,6 +71,8 @@ class Bit(IntFlag):
     WAIT = 8
     #: A WRITE tells of itself: the key counts, even if it is empty.
     NOTIFY = 16
+    #: Whoever OPENs would map the region, if that is possible.
+    MAP = 32
 
 
 class Why(StrEnum):
@@ -112,7 +114,9 @@ class Description(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[int, ...]
     access: str
     generation: int
-    #: Where this peer may map it: a segment's number, and the word by which it says that it is copying; 0: nowhere.
+    #: Peers on its host may map it.
+    mappable: bool = False
+    #: Where this one may: a segment's number, and the word by which it says that it is writing; 0: nowhere.
     segment: int = 0
     slot: int = 0
 
@@ -169,7 +173,7 @@ def info_of(description: Description) -> RegionInfo:
     if not 0 < description.nbytes <= MOST or count * dtype.itemsize != description.nbytes:
         shape, dtype = (description.nbytes,), np.dtype(np.uint8)
     name, access, generation = description.name, description.access, description.generation
-    return RegionInfo(name, description.nbytes, dtype, tuple(shape), access, generation, bool(description.segment))
+    return RegionInfo(name, description.nbytes, dtype, tuple(shape), access, generation, description.mappable)
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> bytes:

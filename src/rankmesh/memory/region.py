@@ -154,6 +154,9 @@ class Region:
         chosen = None if who is None else frozenset(_identify(one) for one in who)
         with self.server.engine:
             self.allowed = chosen
+            if self.shared is not None:
+                routers = self.server.hub.routers
+                self.shared.revoke(lambda index: index in routers and self.admits(routers[index]))
 
     def unregister(self, *, abort: bool = False, timeout: float | None = None) -> None:
         """As `MemoryAgent.unregister`."""
@@ -167,7 +170,8 @@ class Region:
 
     def describe(self) -> Description:
         dtype = describe_dtype(self.dtype)
-        return Description(self.name, self.nbytes, dtype, self.shape, self.access, self.generation)
+        mappable = self.shared is not None
+        return Description(self.name, self.nbytes, dtype, self.shape, self.access, self.generation, mappable)
 
     def stale_error(self) -> StaleRegion:
         return StaleRegion(f"Region {self.name!r} was unregistered here.", region=self.name, hint="Register it again.")
@@ -176,8 +180,15 @@ class Region:
         allowed, peer = self.allowed, router.peer
         return allowed is None or not allowed.isdisjoint({("peer", router.index), ("rank", peer.rank), peer.name})
 
+    @property
+    def idle(self) -> bool:
+        """Nobody moves bytes of it."""
+        return not self.moving and not (self.shared is not None and self.shared.busy)
+
     def release(self) -> None:
         """The memory is the caller's again: nothing here refers to it."""
+        if self.shared is not None:
+            self.shared.close()
         self.buffer = None
         self.view = memoryview(b"")
 

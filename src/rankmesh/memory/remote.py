@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from rankmesh.endpoint.outbound import JOIN_BYTES
-from rankmesh.errors import OutOfBounds, UsageError
+from rankmesh.endpoint.work import Work
+from rankmesh.errors import OutOfBounds, RankmeshError, UsageError
 from rankmesh.memory.layout import Batch, Block, indexed, local, rows
 from rankmesh.memory.operations import Operation, Read, StreamedRead, StreamedWrite, Swap, Write
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
@@ -17,6 +19,7 @@ from rankmesh.memory.region import as_signed
 
 if TYPE_CHECKING:
     from rankmesh.memory.flow import Flow
+    from rankmesh.memory.mapping import Mapping
 
 _pack: Final = REQUEST.pack
 _READ: Final = int(Op.READ)
@@ -32,8 +35,14 @@ class RemoteRegion:
     handle may be used from many threads. One whose region was unregistered, or registered anew, raises StaleRegion.
     """
 
-    def __init__(self, flow: Flow, info: RegionInfo) -> None:
+    def __init__(self, flow: Flow, info: RegionInfo, mapping: Mapping | None) -> None:
         self._flow = flow
+        self._mapping = mapping
+        #: The mapping, where it may be used for that.
+        self._read_through = mapping if "r" in info.access else None
+        self._write_through = mapping if info.access == "rw" else None
+        if mapping is not None:
+            mapping.handles += 1
         self._timeout = flow.router.hub.config.timeout
         #: Up to this size bytes travel in the request or the reply.
         self._inline = min(JOIN_BYTES, flow.router.hub.config.eager_bytes) - 1024
@@ -44,6 +53,12 @@ class RemoteRegion:
         self.shape = info.shape
         self.access = info.access
         self.generation = info.generation
+
+    @property
+    def mapped(self) -> bool:
+        """Its memory is mapped here: reads and writes are plain copies, made by the calling thread, also those with
+        `async_op`."""
+        return self._mapping is not None
 
     @property
     def peer(self) -> Any:
@@ -64,6 +79,11 @@ class RemoteRegion:
         """Read into `out`, from byte `offset` on; return `out`. With `stride`, row i of `out` is read from
         offset + i * stride. `out` may be a strided array."""
         parts = local(out, writes=True)
+        through = self._read_through
+        if through is not None and stride is None:
+            nbytes = sum(map(len, parts))
+            self._check(offset, nbytes)
+            return self._copy(through.read, out, parts, (through.view(offset, nbytes),), None, timeout, async_op)
         if stride is None and isinstance(parts, tuple):
             nbytes = len(parts[0])
             if nbytes <= self._inline and 0 <= offset <= self.nbytes - nbytes:  # the hot path, written out
@@ -75,7 +95,7 @@ class RemoteRegion:
                 read.begin()
                 return read
         if stride is not None:
-            return self._read_batch(out, self._batch_of(parts, [rows(out, offset, stride)]), timeout, async_op)
+            return self._read_batch(out, self._batch_of(parts, [_block(out, parts, offset, stride)]), timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
         body = _pack(_READ, 0 if nbytes <= self._inline else Bit.STREAMED, 0, 0, self.generation, offset, nbytes)
@@ -87,6 +107,10 @@ class RemoteRegion:
         return self._read_batch(None, batch, timeout, async_op)
 
     def _read_batch(self, out: Any, batch: Batch, timeout: float | None, async_op: bool) -> Any:
+        through = self._read_through
+        if through is not None:
+            views = through.views(batch.blocks())
+            return self._copy(through.read, out, batch.parts, views, None, timeout, async_op)
         count, table = self._table(batch)
         nbytes = batch.nbytes
         bits = batch.bits | (Bit.STREAMED if nbytes > self._inline else 0)
@@ -116,9 +140,15 @@ class RemoteRegion:
         offset + i * stride. `notify`: whoever waits there for this key learns of it, after the bytes are there."""
         parts = local(data, writes=False)
         if stride is not None:
-            return self._write_batch(self._batch_of(parts, [rows(data, offset, stride)]), notify, timeout, async_op)
+            return self._write_batch(
+                self._batch_of(parts, [_block(data, parts, offset, stride)]), notify, timeout, async_op
+            )
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
+        through = self._write_through
+        if through is not None:
+            views = (through.view(offset, nbytes),)
+            return self._copy(through.write, None, parts, views, notify, timeout, async_op)
         return self._run_write(parts, b"", 0, 0, offset, nbytes, notify, timeout, async_op)
 
     def write_batch(
@@ -130,6 +160,10 @@ class RemoteRegion:
         return self._write_batch(batch, notify, timeout, async_op)
 
     def _write_batch(self, batch: Batch, notify: str | int | None, timeout: float | None, async_op: bool) -> Any:
+        through = self._write_through
+        if through is not None:
+            views = through.views(batch.blocks())
+            return self._copy(through.write, None, batch.parts, views, notify, timeout, async_op)
         count, table = self._table(batch)
         return self._run_write(batch.parts, table, batch.bits, count, 0, batch.nbytes, notify, timeout, async_op)
 
@@ -205,6 +239,41 @@ class RemoteRegion:
             return operation
         return operation.complete()
 
+    def _copy(
+        self,
+        move: Callable[[Iterable[memoryview], Iterable[memoryview], float], None],
+        out: Any,
+        parts: Iterable[memoryview],
+        blocks: Iterable[memoryview],
+        notify: str | int | None,
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:
+        """A read or write through the mapping: done when this returns. A notification follows as a request."""
+        seconds = self._timeout if timeout is None else timeout
+        error: RankmeshError | None = None
+        try:
+            self._flow.check("copy of region", self.name)
+            move(parts, blocks, monotonic() + seconds)
+            self._flow.check("copy of region", self.name)
+        except RankmeshError as raised:
+            if not async_op:
+                raise
+            error = raised
+        if notify is not None and error is None:
+            key = encode_key(notify)
+            body = _pack(Op.NOTIFY, Bit.NOTIFY, len(key), 0, self.generation, 0, 0) + key
+            return self._run(Write(self._flow, self.name, body, seconds), async_op)
+        if not async_op:
+            return out
+        router = self._flow.router
+        work: Work[Any] = Work(router.engine, f"copy of region {self.name!r} of", router.peer, None, seconds)
+        if error is None:
+            work.finish(out)
+        else:
+            work.fail(error)
+        return work
+
     def _batch_of(self, parts: Iterable[memoryview], blocks: Iterable[Block]) -> Batch:
         """Blocks of the region, and the caller's memory for them."""
         batch = Batch(self.nbytes, self._outside)
@@ -234,7 +303,14 @@ class RemoteRegion:
         )
 
     def close(self) -> None:
-        """Let go of what the handle keeps."""
+        """Let go of the mapping, if there is one: the handle goes on without."""
+        with self._flow.router.engine:
+            mapping, self._mapping = self._mapping, None
+            self._read_through = self._write_through = None
+            if mapping is not None:
+                mapping.handles -= 1
+                if not mapping.handles:
+                    self._flow.unmap(mapping)
 
     def __enter__(self) -> Self:
         return self
@@ -244,6 +320,11 @@ class RemoteRegion:
 
     def __repr__(self) -> str:
         return f"<RemoteRegion {self.name!r} of {self.peer}: {self.nbytes} bytes, {self.access!r}>"
+
+
+def _block(data: Any, parts: Iterable[memoryview], offset: int, stride: int | None) -> Block:
+    """Where an operation's bytes lie in the region."""
+    return (offset, sum(map(len, parts)), 0, 1) if stride is None else rows(data, offset, stride)
 
 
 def _word(value: int) -> int:

@@ -16,9 +16,11 @@ from __future__ import annotations
 import difflib
 import itertools
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow
 from rankmesh.endpoint.router import Router
@@ -71,6 +73,8 @@ TRANSFER_COST: Final = 512
 MAX_BROUGHT: Final = 65_536
 #: Names like the one asked for.
 NEAREST: Final = 3
+#: Seconds between looks at the words of those who write through a mapping.
+LOOK: Final = 0.001
 #: Requests of one peer that wait for a region, or watch.
 MAX_WAITING: Final = 1024
 #: What a Refusal is at the one who asked.
@@ -167,7 +171,7 @@ class MemoryServer:
         self._moving: dict[int, dict[int, Moving]] = {}
         self._cost: dict[int, int] = {}
         #: (router, ident) of requests that wait for a region, by its name; and of watchers.
-        self._awaited: dict[str, dict[tuple[int, int], Router]] = {}
+        self._awaited: dict[str, dict[tuple[int, int], tuple[Router, int]]] = {}
         self._watchers: dict[tuple[int, int], Router] = {}
         #: Routers for which replies wait to leave together.
         self._holding: set[Router] = set()
@@ -183,6 +187,7 @@ class MemoryServer:
             Op.LIST: self._on_list,
             Op.WATCH: self._on_watch,
             Op.CANCEL: self._on_cancel,
+            Op.CLOSE: self._on_close,
         }
 
     # ------------------------------------------------------------------ regions
@@ -200,8 +205,8 @@ class MemoryServer:
         self.regions[region.name] = region
         self._by_generation[region.generation] = region
         waiting = self._awaited.pop(region.name, {})
-        for (_, ident), router in waiting.items():
-            self._answer_open(router, ident, region)
+        for (_, ident), (router, bits) in waiting.items():
+            self._answer_open(router, ident, region, bits)
         self._tell("added", region)
 
     def unregister(self, region: Region, abort: bool, timeout: float | None) -> None:
@@ -209,13 +214,15 @@ class MemoryServer:
         timeout = self.hub.config.timeout if timeout is None else timeout
         with self.engine:
             self.remove(region, abort)
-            idle = Until(lambda: not region.moving)
-            if not idle.finished:
-                self.engine.drive(idle, monotonic() + timeout)
+            idle = Until(lambda: region.idle)
+            deadline = monotonic() + timeout
+            while not idle.finished and (now := monotonic()) < deadline:
+                # whoever writes through a mapping tells nobody when it has done
+                self.engine.drive(idle, min(deadline, now + LOOK) if region.shared is not None else deadline)
             if not idle.finished:
                 raise DeadlineError(
-                    f"{len(region.moving)} transfers of region {region.name!r}, which is unregistered, are still under "
-                    f"way after {timeout:g} s.",
+                    f"Transfers of region {region.name!r}, which is unregistered, are still under way after "
+                    f"{timeout:g} s.",
                     op="unregister",
                     timeout=timeout,
                     hint="Unregister it again with abort=True, which ends them.",
@@ -226,6 +233,8 @@ class MemoryServer:
         """From now on nobody finds it; with `abort`, transfers under way end."""
         if not region.stale:
             region.stale = True
+            if region.shared is not None:
+                region.shared.revoke()
             del self.regions[region.name]
             del self._by_generation[region.generation]
             waiting = [awaited for queue in region.waiters.values() for awaited in queue]
@@ -450,24 +459,38 @@ class MemoryServer:
         name = _text(payload[_HEAD : _HEAD + ask.key])
         region = self.regions.get(name)
         if region is not None:
-            self._answer_open(router, ident, region)
+            self._answer_open(router, ident, region, ask.bits)
         elif ask.bits & Bit.WAIT:
             self._check_waiting(router)
-            self._awaited.setdefault(name, {})[router.index, ident] = router
+            self._awaited.setdefault(name, {})[router.index, ident] = (router, ask.bits)
         else:
             known = [region.name for region in self.regions.values() if region.admits(router)]
             raise Refusal(Why.MISSING, "", tuple(difflib.get_close_matches(name, known, NEAREST)))
 
-    def _answer_open(self, router: Router, ident: int, region: Region) -> None:
+    def _answer_open(self, router: Router, ident: int, region: Region, bits: int) -> None:
         try:
             if not region.admits(router):
                 raise Refusal(Why.DENIED, "its owner does not allow it to this peer")
-            self._reply(router, ident, encode(self._offer(router, region)))
+            self._reply(router, ident, encode(self._offer(router, region, bits)))
         except Refusal as refusal:
             self.refuse(router, ident, refusal)
 
-    def _offer(self, router: Router, region: Region) -> Description:
-        return region.describe()
+    def _offer(self, router: Router, region: Region, bits: int) -> Description:
+        """What an OPEN is told; with where it may map the region, if it can and wants to."""
+        description = region.describe()
+        shared, polled = region.shared, router.polled
+        if not bits & Bit.MAP or shared is None or polled is None:
+            return description
+        slot = shared.slot(router)
+        if not slot or not polled.share(shared.segment, shared.fd, shared.nbytes, shared.writable):
+            return description
+        return msgspec.structs.replace(description, segment=shared.segment, slot=slot)
+
+    def _on_close(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        """The last handle of those that had it mapped is closed. There is no answer."""
+        region = self._by_generation.get(ask.generation)
+        if region is not None and region.shared is not None:
+            region.shared.closed_by(router)
 
     def _on_list(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         mine = [region.describe() for region in self.regions.values() if region.admits(router)]
@@ -483,9 +506,14 @@ class MemoryServer:
             if region.admits(router):
                 self._reply(router, ident, encode(Event("added", region.describe())))
 
+    def _waiting(self) -> Iterator[tuple[int, int]]:
+        """(router index, ident) of the requests that wait for regions."""
+        yield from self._watchers
+        for waiting in self._awaited.values():
+            yield from waiting
+
     def _check_waiting(self, router: Router) -> None:
-        waiting = sum(key[0] == router.index for keys in (*self._awaited.values(), self._watchers) for key in keys)
-        if waiting >= MAX_WAITING:
+        if sum(index == router.index for index, _ in self._waiting()) >= MAX_WAITING:
             raise Refusal(Why.BUSY, f"{MAX_WAITING} requests of this peer's wait there for regions already")
 
     def _on_cancel(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
@@ -502,15 +530,20 @@ class MemoryServer:
     # ------------------------------------------------------------------ the end
 
     def needs(self, router: Router) -> bool:
-        """Somebody there waits for regions of ours."""
+        """Somebody there waits for regions of ours, or has one mapped."""
         index = router.index
-        return any(key[0] == index for keys in (*self._awaited.values(), self._watchers) for key in keys)
+        if any(region.shared is not None and region.shared.mapped_by(router) for region in self.regions.values()):
+            return True
+        return any(waiting == index for waiting, _ in self._waiting())
 
     def peer_lost(self, router: Router) -> None:
         """Whatever it had under way is over; the regions stay."""
         index = router.index
         for moving in list(self._moving.get(index, {}).values()):
             self.ended(moving)
+        for region in self.regions.values():
+            if region.shared is not None:
+                region.shared.lost(router)
         self._watchers = {key: value for key, value in self._watchers.items() if key[0] != index}
         for name, waiting in list(self._awaited.items()):
             kept = {key: value for key, value in waiting.items() if key[0] != index}
@@ -526,6 +559,13 @@ class MemoryServer:
                 for awaited in queue:
                     awaited.fail(self.hub.closed_error(awaited.op, None))
             region.waiters.clear()
+
+    def free(self) -> None:
+        """The endpoint is closed. Nobody can come any more; who is writing through a mapping finds that it is gone."""
+        for region in self.regions.values():
+            if region.shared is not None:
+                region.shared.revoke()
+                region.shared.close()
 
 
 def _text(name: memoryview) -> str:

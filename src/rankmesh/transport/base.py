@@ -69,7 +69,7 @@ class PolledLink(Link, Protocol):
     writer: RingWriter | None
     #: Taken and given back between a store and a load of the rings' words that must not change places.
     fence: threading.Lock
-    #: Segments of the other side's arena that are mapped here, to be read.
+    #: Segments of the other side's that are mapped here: arenas, to be read, and regions of memory.
     shared: dict[int, memoryview]
 
     @property
@@ -80,8 +80,8 @@ class PolledLink(Link, Protocol):
     @property
     def their_cells(self) -> memoryview: ...
 
-    def share(self, segment: int, fd: int, nbytes: int) -> bool:
-        """Let the other side map a segment of an arena. False: not now."""
+    def share(self, segment: int, fd: int, nbytes: int, writable: bool = False) -> bool:
+        """Let the other side map a segment. False: not now."""
         ...
 
     def unshare(self, segment: int) -> None: ...

@@ -49,9 +49,10 @@ _ANSWER = struct.Struct(f"<{PROOF_BYTES}s{PROOF_BYTES}s")
 _CREDENTIALS = struct.Struct("3i")
 _BELLS: Final = 4096
 _BELL: Final = b"!"
-#: A segment of an arena is shared (with its descriptor), or no longer: its number and its size.
+#: A segment is shared (with its descriptor), to be read or also to be written, or no longer: its number and its size.
 _NOTICE = struct.Struct("<cQQ")
-_SHARED, _UNSHARED = b"+", b"-"
+_SHARED, _WRITABLE, _UNSHARED = b"+", b"*", b"-"
+_PROTECTION: Final = {_SHARED: mmap.PROT_READ, _WRITABLE: mmap.PROT_READ | mmap.PROT_WRITE}
 #: Segments of one peer's that are mapped here at once.
 MAX_SHARED: Final = 64
 
@@ -267,8 +268,8 @@ class ShmLink:
         assert self._segment is not None
         return self._segment.their_cells
 
-    def share(self, segment: int, fd: int, nbytes: int) -> bool:
-        notice = _NOTICE.pack(_SHARED, segment, nbytes)
+    def share(self, segment: int, fd: int, nbytes: int, writable: bool = False) -> bool:
+        notice = _NOTICE.pack(_WRITABLE if writable else _SHARED, segment, nbytes)
         try:
             return socket.send_fds(self._sock, [notice], [fd]) == len(notice)
         except OSError:  # not now, or never again; or too many descriptors are on their way
@@ -284,7 +285,7 @@ class ShmLink:
         if what == _UNSHARED:
             self.shared.pop(segment, None)
             return
-        if what != _SHARED or not nbytes or not self._descriptors:
+        if what not in _PROTECTION or not nbytes or not self._descriptors:
             raise corrupt(f"a notice {what!r} of segment {segment} with {nbytes} bytes")
         fd = self._descriptors.popleft()
         if fd < 0:
@@ -292,7 +293,7 @@ class ShmLink:
         try:
             check(fd, nbytes)
             if len(self.shared) < MAX_SHARED:
-                self.shared[segment] = memoryview(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
+                self.shared[segment] = memoryview(mmap.mmap(fd, nbytes, prot=_PROTECTION[what]))
         finally:
             os.close(fd)
 

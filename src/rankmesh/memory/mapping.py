@@ -1,0 +1,229 @@
+"""Same host: memory that its owner allocated and others map, so that reads and writes are plain copies.
+
+    page 0    two words for each peer that has it mapped: how many of its threads are writing right now; and its permit,
+              which is the region's generation, or 0 once the region is unregistered or forbidden to that peer
+    page 1 …  the region's bytes
+
+The memory is anonymous and sealed (nobody can resize it), and its descriptor is passed over the connection. Only peers
+that may open the region get it; for a region with access "r" it is sealed against writing, too. A region with access
+"w" is not mapped, because what is mapped can be read.
+
+Never a wrong byte:
+- A reader looks at its permit after it has copied. If it is gone, what was copied may be anything, and the read fails
+  with StaleRegion.
+- A writer puts its word up, looks at its permit, copies, and takes its word down. The owner takes the permits back and
+  then waits until all words are down. Each stores before it loads, with a full barrier between: either the writer sees
+  that its permit is gone, or the owner sees the writer. So nothing is written after `unregister` has returned.
+- Between two pieces a writer looks again, so that nobody waits longer for it than a piece takes.
+
+A peer that dies, or is lost, has its words taken down by the owner. One that is lost while it lives (stopped, cut off)
+might still be in the middle of a piece: therefore its words are given to nobody else, and the memory of an allocated
+region is never used for another one.
+
+What is in page 0 is written by peers, and nothing but waiting depends on it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from rankmesh.errors import DeadlineError, StaleRegion
+from rankmesh.transport.segment import seal
+
+if TYPE_CHECKING:
+    from rankmesh.endpoint.router import Router
+
+PAGE: Final = 4096
+#: The first pair of words is nobody's: a slot is never 0.
+FIRST_SLOT: Final = 2
+WORDS: Final = PAGE // 8
+#: Bytes copied between two looks at the permit.
+PIECE_BYTES: Final = 4 * 1024 * 1024
+#: Up to this size a slice of a memoryview is copied faster than an array.
+_SMALL: Final = 64 * 1024
+#: linux/fcntl.h; Python names it from 3.14 on.
+_F_SEAL_FUTURE_WRITE: Final = 0x0010
+#: Segments of regions are numbered apart from those of arenas, which count from 1.
+SEGMENT: Final = 1 << 63
+
+
+class SharedMemory:
+    """The owner's side. Methods need the engine's lock."""
+
+    def __init__(self, nbytes: int, generation: int, writable: bool) -> None:
+        """Raises OSError where there is no such memory."""
+        self.nbytes = PAGE + -(-nbytes // PAGE) * PAGE
+        self.segment = generation | SEGMENT
+        self.writable = writable
+        fd = os.memfd_create("rankmesh-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, self.nbytes)
+            view = memoryview(mmap.mmap(fd, self.nbytes))
+            if not writable:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+            seal(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd
+        self._free_descriptor = weakref.finalize(self, os.close, fd)
+        self._words = view[:PAGE].cast("Q")
+        self._generation = generation
+        self.data = view[PAGE : PAGE + nbytes]
+        self._fence = threading.Lock()
+        #: By router index: which words are that peer's. And those that were given back.
+        self._slots: dict[int, int] = {}
+        self._free = list(range(WORDS - 2, 0, -2))
+
+    def slot(self, router: Router) -> int:
+        """The words of this peer; 0: there are none left."""
+        slot = self._slots.get(router.index, 0)
+        if not slot and self._free:
+            slot = self._slots[router.index] = self._free.pop()
+            self._words[slot] = 0
+            self._words[slot + 1] = self._generation
+        return slot
+
+    def mapped_by(self, router: Router) -> bool:
+        return router.index in self._slots
+
+    def closed_by(self, router: Router) -> None:
+        """The peer has it mapped no longer."""
+        slot = self._slots.pop(router.index, 0)
+        if slot:
+            self._words[slot] = self._words[slot + 1] = 0
+            self._free.append(slot)
+
+    def lost(self, router: Router) -> None:
+        """The peer is gone, as far as is known."""
+        slot = self._slots.pop(router.index, 0)
+        if slot:
+            self._words[slot] = self._words[slot + 1] = 0
+
+    def revoke(self, admits: Callable[[int], bool] = lambda index: False) -> None:
+        """From now on nobody begins to copy, but for those (by router index) that are still admitted."""
+        for index, slot in self._slots.items():
+            if not admits(index):
+                self._words[slot + 1] = 0
+        with self._fence:
+            pass
+
+    @property
+    def busy(self) -> bool:
+        """Somebody is writing."""
+        return any(self._words[slot] for slot in self._slots.values())
+
+    def close(self) -> None:
+        """Pass it on no more. The memory goes with the last array over it."""
+        self._free_descriptor()
+
+
+class Mapping:
+    """The other side's: one for all handles of a region. May be used from many threads."""
+
+    def __init__(self, memory: memoryview, slot: int, name: str, nbytes: int, generation: int) -> None:
+        self.generation = generation
+        self._name = name
+        self._slot = slot
+        self._words = memory[:PAGE].cast("Q")
+        self._data = memory[PAGE : PAGE + nbytes]
+        self._lock = threading.Lock()
+        self._writers = 0
+        #: Handles that use it.
+        self.handles = 0
+
+    def read(self, parts: Iterable[memoryview], blocks: Iterable[memoryview], deadline: float) -> None:
+        """Copy from `blocks` of the region (see `views`) to `parts`."""
+        self._check()
+        moved = 0
+        for mine, theirs in _pairs(parts, blocks):
+            _copy(mine, theirs)
+            moved += len(mine)
+            if moved >= PIECE_BYTES:
+                moved = 0
+                self._look(deadline)
+        self._check()
+
+    def write(self, parts: Iterable[memoryview], blocks: Iterable[memoryview], deadline: float) -> None:
+        """Copy from `parts` to `blocks` of the region."""
+        words, slot = self._words, self._slot
+        with self._lock:  # giving it back is the barrier between this store and the loads of `_check`
+            self._writers += 1
+            words[slot] = self._writers
+        try:
+            self._check()
+            moved = 0
+            for mine, theirs in _pairs(parts, blocks):
+                _copy(theirs, mine)
+                moved += len(mine)
+                if moved >= PIECE_BYTES:
+                    moved = 0
+                    self._look(deadline)
+        finally:
+            with self._lock:
+                self._writers -= 1
+                words[slot] = self._writers
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return self._data[offset : offset + nbytes]
+
+    def views(self, blocks: Iterable[tuple[int, int, int, int]]) -> Iterator[memoryview]:
+        """The bytes of blocks, which were checked."""
+        data = self._data
+        for offset, length, stride, count in blocks:
+            if count == 1:
+                yield data[offset : offset + length]
+            else:
+                for start in range(offset, offset + stride * count, stride) if stride else (offset,) * count:
+                    yield data[start : start + length]
+
+    def _check(self) -> None:
+        if self._words[self._slot + 1] != self.generation:
+            raise StaleRegion(
+                f"The owner of region {self._name!r} has unregistered it, or forbidden it to this peer.",
+                region=self._name,
+            )
+
+    def _look(self, deadline: float) -> None:
+        """Between two pieces."""
+        self._check()
+        if monotonic() > deadline:
+            raise DeadlineError(f"The copy of region {self._name!r} did not end in time.", op="copy")
+
+
+def fits(memory: memoryview, nbytes: int, slot: int) -> bool:
+    """Whether what a peer passed is what it says."""
+    return FIRST_SLOT <= slot < WORDS - 1 and 0 < nbytes <= len(memory) - PAGE
+
+
+def _copy(to: memoryview, source: memoryview) -> None:
+    if len(to) <= _SMALL:
+        to[:] = source
+    else:  # releases the GIL
+        np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _pairs(parts: Iterable[memoryview], blocks: Iterable[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
+    """Equal stretches of both, in order, none longer than a piece. Both have the same bytes in all."""
+    others = iter(blocks)
+    theirs = memoryview(b"")
+    for mine in parts:
+        while mine:
+            if not theirs:
+                theirs = next(others)
+                if len(theirs) == len(mine) <= PIECE_BYTES:  # as in most batches
+                    yield mine, theirs
+                    mine = theirs = mine[:0]
+                continue
+            size = min(len(mine), len(theirs), PIECE_BYTES)
+            yield mine[:size], theirs[:size]
+            mine, theirs = mine[size:], theirs[size:]
