@@ -71,6 +71,7 @@ class Flow:
     def unmap(self, mapping: Mapping) -> None:
         """Its last handle is closed."""
         self._mappings.pop(mapping.generation | SEGMENT, None)
+        mapping.close()
         if not self.router.gone and not self._hub.closed:
             body = REQUEST.pack(Op.CLOSE, 0, 0, 0, mapping.generation, 0, 0)
             self.router.outbound.send_rpc(_REQUEST, 0, SERVICE, self.router.outbound.new_ident(), body)
@@ -141,7 +142,10 @@ class Flow:
         operation.queued = False
 
     def abandon(self, make_error: Callable[[str, int | None], RankmeshError]) -> None:
-        """The peer is gone, or this side closes: those that wait will never leave."""
+        """The peer is gone, or this side closes: those that wait will never leave, and mappings are worth nothing."""
+        for mapping in self._mappings.values():
+            mapping.close()
+        self._mappings.clear()
         waiting, self._waiting = self._waiting, deque()
         for operation in waiting:
             operation.queued = False

@@ -80,9 +80,9 @@ Views = tuple[memoryview, ...] | Rows
 def local(data: Any, *, writes: bool) -> Views:
     """The caller's memory, as views in C order: nothing is copied. `writes`: it will be written to."""
     try:
-        view = memoryview(data).cast("B")
-        if not (writes and view.readonly):
-            return (view,)
+        view = memoryview(data)
+        if not (writes and view.readonly) and view.format != "O":
+            return (view.cast("B"),)
     except (TypeError, ValueError):  # no plain buffer: strided, empty, foreign, or of a dtype without a format
         pass
     if isinstance(data, np.ndarray) and not data.flags.c_contiguous and not data.dtype.hasobject:
@@ -181,13 +181,15 @@ class Batch:
         pieces = list(pieces)
         try:
             data, offsets = zip(*pieces, strict=True)
-            parts = [memoryview(each).cast("B") for each in data]
+            views = [memoryview(each) for each in data]
+            parts = [view.cast("B") for view in views]
         except (TypeError, ValueError):  # some have strides, or are no plain buffers; or there are none
             for piece in pieces:
                 self._take(*piece, writes=writes)
             return self
-        if writes and any(view.readonly for view in parts):
-            writable(data[[view.readonly for view in parts].index(True)])  # which says so
+        if "O" in {view.format for view in views} or (writes and any(view.readonly for view in parts)):
+            for each in data:
+                local(each, writes=writes)  # one of which says so
         sizes = list(map(len, parts))
         try:
             table = np.array((offsets, sizes), np.int64)

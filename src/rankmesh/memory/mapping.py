@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from rankmesh.buffers import EMPTY
 from rankmesh.errors import DeadlineError, StaleRegion
 from rankmesh.transport.segment import seal
 
@@ -50,6 +51,8 @@ WORDS: Final = PAGE // 8
 PIECE_BYTES: Final = 4 * 1024 * 1024
 #: Up to this size a slice of a memoryview is copied faster than an array.
 _SMALL: Final = 64 * 1024
+#: Of what is closed: no permit, and words that nobody looks at.
+_NO_WORDS: Final = memoryview(bytearray(PAGE)).cast("Q")
 #: linux/fcntl.h; Python names it from 3.14 on.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
 #: Segments of regions are numbered apart from those of arenas, which count from 1.
@@ -125,6 +128,9 @@ class SharedMemory:
     def close(self) -> None:
         """Pass it on no more. The memory goes with the last array over it."""
         self._free_descriptor()
+        self._words = _NO_WORDS
+        self._slots.clear()
+        self.data = EMPTY
 
 
 class Mapping:
@@ -140,6 +146,11 @@ class Mapping:
         self._writers = 0
         #: Handles that use it.
         self.handles = 0
+
+    def close(self) -> None:
+        """Nobody uses it any more. Who does right now goes on, and finds afterwards that it is gone."""
+        self._words = _NO_WORDS
+        self._data = EMPTY
 
     def read(self, parts: Iterable[memoryview], blocks: Iterable[memoryview], deadline: float) -> None:
         """Copy from `blocks` of the region (see `views`) to `parts`."""

@@ -165,6 +165,8 @@ class MemoryServer:
         self._inline = hub.config.eager_bytes
         self.regions: dict[str, Region] = {}
         self._by_generation: dict[int, Region] = {}
+        #: Unregistered, but not yet idle.
+        self._retiring: set[Region] = set()
         self._generations = itertools.count(secrets.randbits(62) + 1)
         self._name_source = name_source
         #: By router index: transfers under way by ident, and what they cost.
@@ -227,12 +229,14 @@ class MemoryServer:
                     timeout=timeout,
                     hint="Unregister it again with abort=True, which ends them.",
                 )
+            self._retiring.discard(region)
             region.release()
 
     def remove(self, region: Region, abort: bool) -> None:
         """From now on nobody finds it; with `abort`, transfers under way end."""
         if not region.stale:
             region.stale = True
+            self._retiring.add(region)
             if region.shared is not None:
                 region.shared.revoke()
             del self.regions[region.name]
@@ -541,7 +545,7 @@ class MemoryServer:
         index = router.index
         for moving in list(self._moving.get(index, {}).values()):
             self.ended(moving)
-        for region in self.regions.values():
+        for region in (*self.regions.values(), *self._retiring):
             if region.shared is not None:
                 region.shared.lost(router)
         self._watchers = {key: value for key, value in self._watchers.items() if key[0] != index}
@@ -562,10 +566,10 @@ class MemoryServer:
 
     def free(self) -> None:
         """The endpoint is closed. Nobody can come any more; who is writing through a mapping finds that it is gone."""
-        for region in self.regions.values():
+        for region in (*self.regions.values(), *self._retiring):
             if region.shared is not None:
                 region.shared.revoke()
-                region.shared.close()
+            region.release()
 
 
 def _text(name: memoryview) -> str:

@@ -1,0 +1,252 @@
+"""Same host: allocated regions are mapped, and nobody copies to or from one that was taken back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from peers import BRIEFLY, SOON, Call, Medium, blank, pattern, router_of
+from rankmesh import AccessDenied, DeadlineError, OutOfBounds, StaleRegion, UsageError
+from rankmesh.memory.mapping import PIECE_BYTES, Mapping, SharedMemory
+from regions import Sides, open_sides
+from timing import wait_until
+
+pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="rings are polled on x86 only")
+
+
+@pytest.fixture
+def near(same_host: Medium) -> Iterator[Sides]:
+    with open_sides(same_host) as both:
+        yield both
+
+
+def frames(sides: Sides) -> int:
+    return sides.peer.stats()["frames_sent"]  # type: ignore[no-any-return]  # stats are Any
+
+
+def test_reads_and_writes_are_copies(near: Sides) -> None:
+    region = near.owner.memory.allocate("kv", (1000, 5000), np.float32)
+    assert not region.array.any()
+    remote = near.peer.open("kv")
+    assert (remote.mapped, remote.info.mappable, remote.shape) == (True, True, (1000, 5000))
+    region.array[:] = np.arange(region.array.size).reshape(region.shape)
+    before = frames(near)
+    out = np.empty_like(region.array)
+    remote.read(out)
+    assert (out == region.array).all()
+    remote.write(np.float32(-1), 400)
+    assert region.array[0, 100] == -1
+    assert (remote[3:7, ::2] == region.array[3:7, ::2]).all()
+    remote[5] = 9
+    assert (region.array[5] == 9).all()
+    block = np.full((10, 8), 3, np.float32)[:, ::2]
+    remote.write(block, 40, stride=20_000)
+    assert (region.array[:10, 10:14] == 3).all()
+    pieces = [np.empty(7, np.float32) for _ in range(100)]
+    remote.read_batch([(piece, 28 * at) for at, piece in enumerate(pieces)])
+    assert (np.concatenate(pieces) == region.array.reshape(-1)[:700]).all()
+    work = remote.read(out, async_op=True)
+    assert work.done()
+    assert work.result() is out
+    assert frames(near) == before, "not a frame was sent"
+    for use in (lambda: remote.read(out, 4), lambda: remote.write(out, -4), lambda: remote.read_batch([(out, 4)])):
+        with pytest.raises(OutOfBounds):
+            use()
+
+
+def test_cells_and_notifications_go_to_the_owner(near: Sides) -> None:
+    region = near.owner.memory.allocate("kv", 4, np.int64)
+    remote = near.peer.open("kv")
+    assert [remote.fetch_add(8, 2), remote.compare_and_swap(8, 2, 5), region.fetch_add(8, 1)] == [0, 2, 5]
+    seen = Call(lambda: (region.wait_notification(1, SOON).source, region.array.tolist()))
+    remote.write(np.arange(4), notify=1)
+    assert seen.result() == (near.back, [0, 1, 2, 3])
+    work = remote.write(np.arange(4), notify=1, async_op=True)
+    work.wait(SOON)
+
+
+def test_access(near: Sides) -> None:
+    readable = near.owner.memory.allocate("r", 100, access="r")
+    remote = near.peer.open("r")
+    assert remote.mapped
+    readable.array[:] = 5
+    out = blank(100)
+    remote.read(out)
+    assert (out == 5).all()
+    with pytest.raises(AccessDenied):
+        remote.write(b"x")
+    assert remote._mapping is not None
+    with pytest.raises(TypeError):  # the memory itself is mapped read-only
+        remote._mapping.view(0, 1)[0] = 1
+    assert readable.shared is not None
+    with pytest.raises(PermissionError):  # and nobody who has its descriptor can map it otherwise
+        mmap.mmap(readable.shared.fd, 4096)
+    near.owner.memory.allocate("w", 100, access="w")
+    writer = near.peer.open("w")
+    assert not writer.mapped
+    writer.write(b"x")
+    with pytest.raises(AccessDenied):
+        writer.read(out)
+
+
+def test_nobody_maps_what_is_not_allowed(near: Sides) -> None:
+    region = near.owner.memory.allocate("kv", 100, allow=[])
+    with pytest.raises(AccessDenied):
+        near.peer.open("kv")
+    polled = router_of(near.peer).polled
+    assert polled is not None
+    assert polled.shared == {}
+    region.allow(None)
+    remote = near.peer.open("kv")
+    remote.write(b"x")
+    region.allow([])
+    for use in (lambda: remote.write(b"y"), lambda: remote.read(bytearray(1))):
+        with pytest.raises(StaleRegion, match="forbidden"):
+            use()
+    assert bytes(region.array[:1]) == b"x"
+
+
+def test_a_stale_mapping_is_not_used(near: Sides) -> None:
+    region = near.owner.memory.allocate("kv", 100)
+    memory = region.array
+    remote = near.peer.open("kv")
+    region.unregister()
+    near.owner.memory.allocate("kv", 100)
+    for use in (lambda: remote.read(bytearray(1)), lambda: remote.write(b"x"), lambda: remote[0:1]):
+        with pytest.raises(StaleRegion):
+            use()
+    assert not memory.any()
+    again = near.peer.open("kv")
+    again.write(b"x")
+    assert near.owner.memory.regions["kv"].array[0] == ord("x")
+
+
+def test_unregister_waits_for_a_writer(near: Sides) -> None:
+    """A writer is held up between its look at the permit and its copy."""
+    region = near.owner.memory.allocate("kv", 2 * PIECE_BYTES)
+    memory = region.array
+    remote = near.peer.open("kv")
+    mapping = remote._mapping
+    assert mapping is not None
+    source = iter([memoryview(b"1" * PIECE_BYTES), memoryview(b"2" * PIECE_BYTES)])
+    unregister: list[Call[None]] = []
+
+    def parts() -> Iterator[memoryview]:
+        yield next(source)
+        with pytest.raises(DeadlineError):
+            region.unregister(timeout=BRIEFLY)
+        unregister.append(Call(region.unregister, timeout=SOON))
+        assert unregister[0].running
+        yield next(source)
+
+    with pytest.raises(StaleRegion):
+        mapping.write(parts(), [mapping.view(0, 2 * PIECE_BYTES)], 1e18)
+    unregister[0].result()
+    assert (memory[:PIECE_BYTES] == ord("1")).all()
+
+
+def test_a_read_that_was_overtaken_is_no_read(near: Sides) -> None:
+    region = near.owner.memory.allocate("kv", 8)
+    mapping = near.peer.open("kv")._mapping
+    assert mapping is not None
+
+    def parts() -> Iterator[memoryview]:
+        region.unregister(timeout=SOON)
+        yield memoryview(bytearray(8))
+
+    with pytest.raises(StaleRegion):
+        mapping.read(parts(), [mapping.view(0, 8)], 1e18)
+
+
+def test_handles_share_a_mapping_and_give_it_back(near: Sides) -> None:
+    region = near.owner.memory.allocate("kv", 8)
+    first, second = near.peer.open("kv"), near.peer.open("kv")
+    assert first._mapping is second._mapping
+    assert region.shared is not None
+    first.close()
+    assert not first.mapped
+    first.write(b"x")
+    assert second.mapped
+    assert region.shared.mapped_by(router_of(near.back))
+    with second:
+        pass
+    wait_until(lambda: region.shared is not None and not region.shared.mapped_by(router_of(near.back)), 10)
+    third = near.peer.open("kv")
+    assert third.mapped
+    third.write(b"z")
+    assert bytes(region.array[:1]) == b"z"
+
+
+def test_a_lost_writer_holds_up_nobody(same_host: Medium) -> None:
+    with open_sides(same_host) as sides:
+        region = sides.owner.memory.allocate("kv", 8)
+        mapping = sides.peer.open("kv")._mapping
+        assert mapping is not None
+        mapping._words[mapping._slot] = 1  # it died in the middle of a write
+        with pytest.raises(DeadlineError):
+            region.unregister(timeout=BRIEFLY)
+        sides.user.abort()
+        region.unregister(timeout=SOON)
+        with pytest.raises(StaleRegion):
+            mapping.write([memoryview(b"x")], [mapping.view(0, 1)], 1e18)
+
+
+def test_words_of_a_lost_peer_are_given_to_nobody_else() -> None:
+    class Router:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+    shared = SharedMemory(10, 77, writable=True)
+    routers = [Router(index) for index in range(300)]
+    slots = [shared.slot(router) for router in routers]  # type: ignore[arg-type]  # only the index matters
+    given = [slot for slot in slots if slot]
+    assert len(set(given)) == len(given) == 255
+    shared.lost(routers[0])  # type: ignore[arg-type]
+    assert shared.slot(routers[299]) == 0  # type: ignore[arg-type]
+    shared.closed_by(routers[1])  # type: ignore[arg-type]
+    assert shared.slot(routers[299]) == slots[1]  # type: ignore[arg-type]
+    shared.close()
+
+
+def test_over_sockets_nothing_is_mapped(tcp: Medium) -> None:
+    with open_sides(tcp) as sides:
+        region = sides.owner.memory.allocate("kv", 1 << 20)
+        remote = sides.peer.open("kv")
+        assert (remote.mapped, remote.info.mappable) == (False, True)
+        remote.write(pattern(1 << 20))
+        assert (region.array == pattern(1 << 20)).all()
+
+
+def test_what_cannot_be_allocated(near: Sides) -> None:
+    for shape, dtype in ((0, np.uint8), ((3, 0), np.uint8), (4, object)):
+        with pytest.raises(UsageError):
+            near.owner.memory.allocate("x", shape, dtype)
+    with pytest.raises(UsageError):
+        near.owner.memory.allocate("x", 8, access="q")
+
+
+def test_a_mapping_copies_what_numpy_says() -> None:
+    shared = SharedMemory(1000, 5, writable=True)
+
+    class Router:
+        index = 1
+
+    slot = shared.slot(Router())  # type: ignore[arg-type]  # only the index matters
+    memory = memoryview(mmap.mmap(shared.fd, shared.nbytes))
+    mapping = Mapping(memory, slot, "kv", 1000, 5)
+    data = pattern(300)
+    mapping.write(
+        [memoryview(data)[:7], memoryview(data)[7:100], memoryview(b""), memoryview(data)[100:]],
+        mapping.views([(0, 50, 0, 1), (100, 10, 20, 20), (900, 50, 0, 1)]),
+        1e18,
+    )
+    expected = np.zeros(1000, np.uint8)
+    expected[:50], expected[900:950] = data[:50], data[250:]
+    for at in range(20):
+        expected[100 + 20 * at : 110 + 20 * at] = data[50 + 10 * at : 60 + 10 * at]
+    assert (np.frombuffer(shared.data, np.uint8) == expected).all()
+    shared.close()

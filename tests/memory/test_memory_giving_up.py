@@ -1,0 +1,193 @@
+"""Timed-out, cancelled and aborted transfers: memory is nobody else's afterwards, and the connection goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peers import BRIEFLY, FAULTY, SOON, Call, blank, is_blank, pattern, router_of
+from rankmesh import CancelledError, DeadlineError, StaleRegion, Work
+from rankmesh.config import KIB, MIB
+from rankmesh.testing.faults import FaultLink, FaultTransport
+from regions import Sides, open_sides
+from timing import wait_until
+
+LARGE = 8 * MIB
+#: More than the kernel takes for a receiver that does not read.
+HUGE = 48 * MIB
+GiveUp = Callable[[Work[Any]], None]
+
+
+def cancel(work: Work[Any]) -> None:
+    assert work.cancel() is True
+    with pytest.raises(CancelledError):
+        work.result()
+
+
+def run_out(work: Work[Any]) -> None:
+    with pytest.raises(DeadlineError, match="region 'kv'"):
+        work.wait(timeout=BRIEFLY)
+
+
+@pytest.fixture(params=[cancel, run_out], ids=["cancel", "timeout"])
+def give_up(request: pytest.FixtureRequest) -> GiveUp:
+    way: GiveUp = request.param
+    return way
+
+
+@pytest.fixture
+def sides(faults: FaultTransport) -> Iterator[Sides]:
+    with open_sides(FAULTY) as both:
+        yield both
+        wait_until(lambda: nothing_remains(both), 10, "the end of everything under way")
+
+
+def nothing_remains(sides: Sides) -> bool:
+    routers = (router_of(sides.peer), router_of(sides.back))
+    idle = all(not router.requests and router.inbound.idle and router.outbound.idle for router in routers)
+    return idle and sides.owner.memory.stats()["transfers"] == 0
+
+
+def link_of(faults: FaultTransport, *, owner: bool) -> FaultLink:
+    return next(link for link in faults.links if link.accepted == owner)
+
+
+@pytest.mark.parametrize("nbytes", [1 * KIB, LARGE])
+def test_a_read_given_up_before_its_answer(sides: Sides, faults: FaultTransport, give_up: GiveUp, nbytes: int) -> None:
+    memory = pattern(LARGE)
+    sides.register(memory)
+    remote = sides.peer.open("kv")
+    link_of(faults, owner=True).stall()
+    out = blank(nbytes)
+    give_up(remote.read(out, async_op=True))
+    assert is_blank(out)
+    link_of(faults, owner=True).resume()
+    again = blank(LARGE)
+    remote.read(again)
+    assert (again == memory).all()
+    assert is_blank(out), "what came later went nowhere"
+
+
+def test_a_read_given_up_in_the_middle(sides: Sides, faults: FaultTransport, give_up: GiveUp) -> None:
+    memory = pattern(LARGE)
+    sides.register(memory)
+    remote = sides.peer.open("kv")
+    link = link_of(faults, owner=True)
+    link.stall(after_bytes=link.sent + 2 * MIB + 100)
+    out = blank(LARGE)
+    work = remote.read(out, async_op=True)
+    posted = next(iter(router_of(sides.peer).arrivals.posted.values()))
+    wait_until(lambda: posted.got >= MIB, 10)
+    give_up(work)
+    out[:] = 0xA5
+    link.resume()
+    again = blank(64)
+    remote.read(again, 64)
+    assert (again == memory[64:128]).all()
+    wait_until(lambda: nothing_remains(sides), 10)
+    assert is_blank(out)
+
+
+@pytest.mark.parametrize("nbytes", [1 * KIB, LARGE])
+def test_a_write_given_up_before_it_arrives(sides: Sides, faults: FaultTransport, give_up: GiveUp, nbytes: int) -> None:
+    memory = np.zeros(LARGE, np.uint8)
+    sides.register(memory)
+    remote = sides.peer.open("kv")
+    link = link_of(faults, owner=False)
+    link.stall(after_bytes=link.sent + (3 * MIB if nbytes == LARGE else 0))
+    data = pattern(nbytes, 1)
+    work = remote.write(data, async_op=True)
+    give_up(work)
+    sent = data.copy()
+    data[:] = 0
+    link.resume()
+    out = blank(LARGE)
+    remote.read(out)
+    assert ((memory == 0) | (memory == np.resize(sent, LARGE))).all(), "what was applied is what was given"
+
+
+def test_unregister_waits_for_transfers(sides: Sides, faults: FaultTransport) -> None:
+    memory = pattern(HUGE)
+    region = sides.register(memory)
+    remote = sides.peer.open("kv")
+    user = link_of(faults, owner=False)
+    user.stall(after_bytes=user.sent + MIB)
+    out = blank(HUGE - 2 * MIB)
+    reading = remote.read(out, async_op=True)
+    writing = remote.write(pattern(2 * MIB, 1), HUGE - 2 * MIB, async_op=True)
+    wait_until(lambda: len(region.moving) == 2, 10)
+    with pytest.raises(DeadlineError, match="still under way"):
+        region.unregister(timeout=BRIEFLY)
+    with pytest.raises(StaleRegion):
+        _ = region.array
+    unregister = Call(region.unregister, timeout=SOON)
+    user.resume()
+    reading.wait(SOON)
+    writing.wait(SOON)
+    unregister.result()
+    assert (out == pattern(HUGE)[: HUGE - 2 * MIB]).all()
+    assert (memory[-2 * MIB :] == pattern(2 * MIB, 1)).all()
+
+
+def test_unregister_aborts_transfers(sides: Sides, faults: FaultTransport) -> None:
+    memory = pattern(HUGE)
+    region = sides.register(memory)
+    remote = sides.peer.open("kv")
+    user = link_of(faults, owner=False)
+    user.stall(after_bytes=user.sent + MIB)
+    reading = remote.read(blank(HUGE), async_op=True)
+    writing = remote.write(pattern(LARGE, 1), async_op=True)
+    wait_until(lambda: len(region.moving) == 2, 10)
+    region.unregister(abort=True, timeout=SOON)
+    memory[:] = 7
+    user.resume()
+    for work in (reading, writing):
+        with pytest.raises(StaleRegion, match="unregistered"):
+            work.wait(SOON)
+    sides.register(memory, "again")
+    out = blank(HUGE)
+    sides.peer.open("again").read(out)
+    assert (out == 7).all(), "nothing was written after unregister had returned"
+
+
+def test_small_operations_pass_large_ones(sides: Sides, faults: FaultTransport) -> None:
+    """A large read that cannot move holds up no small one: they pass it between two frames."""
+    memory = pattern(64 * MIB)
+    sides.register(memory)
+    remote = sides.peer.open("kv")
+    out = blank(64 * MIB)
+    large = remote.read(out, async_op=True)
+    for at in range(20):
+        small = blank(64)
+        remote.read(small, at)
+        assert (small == memory[at : at + 64]).all()
+        if at == 0:
+            assert not large.done()
+    large.wait(SOON)
+    assert (out == memory).all()
+
+
+def test_an_owner_that_is_lost_ends_operations(sides: Sides, faults: FaultTransport) -> None:
+    from rankmesh import PeerLost
+
+    sides.register(pattern(LARGE))
+    remote = sides.peer.open("kv")
+    link = link_of(faults, owner=True)
+    link.stall(after_bytes=link.sent + MIB)
+    works = [
+        remote.read(blank(LARGE), async_op=True),
+        remote.write(pattern(LARGE), async_op=True),
+        remote.read(bytearray(8), async_op=True),
+        remote.fetch_add(0, 1, async_op=True),
+    ]
+    link.cut()
+    for work in works:
+        with pytest.raises(PeerLost):
+            work.wait(SOON)
+    with pytest.raises(PeerLost):
+        remote.read(bytearray(8))
+    wait_until(lambda: sides.owner.memory.stats()["transfers"] == 0, 10)
+    assert sides.owner.memory.regions["kv"].idle

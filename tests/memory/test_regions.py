@@ -1,0 +1,339 @@
+"""Registering, finding, describing, allowing and taking back regions."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peers import BRIEFLY, SOON, Call, Medium, pattern
+from rankmesh import (
+    AccessDenied,
+    ClosedError,
+    DeadlineError,
+    Endpoint,
+    PeerLost,
+    RegionNotFound,
+    StaleRegion,
+    UsageError,
+)
+from rankmesh.testing.world import run_world
+from regions import Sides, open_sides
+
+
+@pytest.fixture
+def near(inproc: Medium) -> Iterator[Sides]:
+    with open_sides(inproc) as both:
+        yield both
+
+
+class Tensor:
+    """What torch's CPU tensors offer, as far as it is used: DLPack, and no buffer."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+# --- what can be registered -------------------------------------------------------------------------------------------
+
+
+def test_dtype_and_shape_travel(near: Sides) -> None:
+    region = near.register(np.arange(24, dtype=">i4").reshape(2, 3, 4), access="r")
+    remote = near.peer.open("kv")
+    assert (remote.name, remote.nbytes, remote.dtype, remote.shape) == ("kv", 96, np.dtype(">i4"), (2, 3, 4))
+    assert (remote.access, remote.generation, remote.mapped) == ("r", region.generation, False)
+    assert remote.info == near.peer.regions()[0]
+
+
+def test_every_kind_of_buffer(near: Sides) -> None:
+    content = pattern(4096)
+    mapped = mmap.mmap(-1, 4096)
+    mapped[:] = content.tobytes()
+    buffers = {
+        "array": content.copy(),
+        "bytearray": bytearray(content),
+        "memoryview": memoryview(bytearray(content)),
+        "mmap": mapped,
+        "tensor": Tensor(content.copy()),
+        "structured": content.copy().view([("a", "<u4"), ("b", "<f4", 3)]),
+        "float64": content.copy().view(np.float64).reshape(8, 64),
+    }
+    for name, buffer in buffers.items():
+        region = near.owner.memory.register(name, buffer)
+        remote = near.peer.open(name)
+        out = np.empty(4096, np.uint8)
+        remote.read(out)
+        assert (out == content).all(), name
+        remote.write(b"\xff" * 8, 16)
+        assert region.array.reshape(-1).view(np.uint8)[16:24].tolist() == [255] * 8, name
+        region.unregister()
+    mapped.close()  # nothing refers to it any more
+
+
+def test_a_region_keeps_its_buffer_alive(near: Sides) -> None:
+    near.register(pattern(1 << 20))
+    out = np.empty(1 << 20, np.uint8)
+    near.peer.open("kv").read(out)
+    assert (out == pattern(1 << 20)).all()
+
+
+@pytest.mark.parametrize(
+    "name, buffer, options, message",
+    [
+        ("", bytearray(8), {}, "not empty"),
+        ("n" * 300, bytearray(8), {}, "at most 255"),
+        ("taken", bytearray(8), {}, "already"),
+        ("x", b"read-only", {}, "read-only"),
+        ("x", bytearray(8), {"access": "x"}, "access= is"),
+        ("x", bytearray(), {}, "no bytes"),
+        ("x", np.zeros((4, 4))[:, ::2], {}, "not contiguous"),
+        ("x", np.array([object()]), {}, "Python objects"),
+        ("x", bytearray(8), {"allow": [object()]}, "allow= names"),
+    ],
+)
+def test_what_is_refused(near: Sides, name: str, buffer: Any, options: dict[str, Any], message: str) -> None:
+    near.owner.memory.register("taken", bytearray(8))
+    with pytest.raises(UsageError, match=message):
+        near.owner.memory.register(name, buffer, **options)
+    assert list(near.owner.memory.regions) == ["taken"]
+
+
+def test_read_only_memory_can_be_read(near: Sides) -> None:
+    near.register(b"constant", access="r")
+    out = bytearray(8)
+    assert near.peer.open("kv").read(out) is out
+    assert out == b"constant"
+
+
+# --- access -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("access, reads, writes", [("r", True, False), ("w", False, True), ("rw", True, True)])
+@pytest.mark.parametrize("nbytes", [16, 1 << 20])
+def test_access_is_checked(sides: Sides, access: str, reads: bool, writes: bool, nbytes: int) -> None:
+    memory = pattern(nbytes)
+    region = sides.register(memory, access=access)
+    remote = sides.peer.open("kv")
+    before = memory.copy()
+    if reads:
+        remote.read(np.empty(nbytes, np.uint8))
+    else:
+        with pytest.raises(AccessDenied, match="registered with access 'w'") as caught:
+            remote.read(np.empty(nbytes, np.uint8))
+        assert caught.value.region == "kv"
+    if writes:
+        remote.write(pattern(nbytes, 1))
+        assert (memory == pattern(nbytes, 1)).all()
+    else:
+        with pytest.raises(AccessDenied):
+            remote.write(pattern(nbytes, 1))
+        with pytest.raises(AccessDenied):
+            remote.fetch_add(0, 1)
+        assert (memory == before).all()
+    assert region.moving == set()
+
+
+def test_allow_list(near: Sides) -> None:
+    with Endpoint("inproc://", name="other") as other:
+        stranger = other.connect(near.owner.address, timeout=SOON)
+        near.register(bytearray(8), "by peer", allow=[near.back])
+        near.register(bytearray(8), "by name", allow=["user"])
+        near.register(bytearray(8), "nobody", allow=[])
+        open_to_all = near.register(bytearray(8), "all")
+        for name in ("by peer", "by name"):
+            near.peer.open(name).read(bytearray(8))
+            with pytest.raises(AccessDenied, match="does not allow it to this peer"):
+                stranger.open(name)
+        with pytest.raises(AccessDenied):
+            near.peer.open("nobody")
+        assert [info.name for info in stranger.regions()] == ["all"]
+        assert [info.name for info in near.peer.regions()] == ["by peer", "by name", "all"]
+        handle = stranger.open("all")
+        open_to_all.allow(["user"])
+        for use in (lambda: handle.read(bytearray(8)), lambda: handle.write(b"x"), lambda: handle.fetch_add(0, 1)):
+            with pytest.raises(AccessDenied):
+                use()
+        near.peer.open("all").write(b"allowed!")
+        assert bytes(open_to_all.array) == b"allowed!"
+
+
+# --- finding them -----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_told_with_those_like_it(sides: Sides) -> None:
+    sides.register(bytearray(8), "kv-pages")
+    with pytest.raises(RegionNotFound, match="no region 'kv-page'") as caught:
+        sides.peer.open("kv-page")
+    assert (caught.value.region, caught.value.nearest) == ("kv-page", ("kv-pages",))
+    assert isinstance(caught.value, LookupError)
+
+
+def test_a_region_registered_after_connecting_is_found(sides: Sides) -> None:
+    with pytest.raises(RegionNotFound):
+        sides.peer.open("kv")
+    sides.register(bytearray(b"late"))
+    out = bytearray(4)
+    sides.peer.open("kv").read(out)
+    assert out == b"late"
+
+
+def test_open_waits_until_it_appears(sides: Sides) -> None:
+    waiting = Call(sides.peer.open, "kv", wait=True, timeout=SOON)
+    with pytest.raises(DeadlineError):
+        sides.peer.open("another", wait=True, timeout=BRIEFLY)
+    assert waiting.running
+    sides.register(bytearray(b"here"))
+    out = bytearray(4)
+    waiting.result().read(out)
+    assert out == b"here"
+
+
+def test_open_that_waits_fails_when_the_owner_closes(inproc: Medium) -> None:
+    with open_sides(inproc) as sides:
+        waiting = Call(sides.peer.open, "kv", wait=True, timeout=SOON)
+        sides.peer.regions()
+        sides.owner.abort()
+        with pytest.raises(PeerLost):
+            waiting.result()
+
+
+def test_watch(sides: Sides) -> None:
+    sides.register(bytearray(8), "first")
+    with sides.user.memory.watch(sides.peer) as watch:
+        event = watch.next(SOON)
+        assert (event.kind, event.info.name) == ("added", "first")
+        with pytest.raises(DeadlineError):
+            watch.next(BRIEFLY)
+        waiting = Call(watch.next, SOON)
+        region = sides.register(np.zeros(3, np.float32), "second")
+        event = waiting.result()
+        assert (event.kind, event.info.name, event.info.dtype) == ("added", "second", np.dtype(np.float32))
+        region.unregister()
+        event = watch.next(SOON)
+        assert (event.kind, event.info.name) == ("removed", "second")
+    with pytest.raises(ClosedError):
+        watch.next(SOON)
+
+
+def test_watch_ends_with_its_owner(inproc: Medium) -> None:
+    with open_sides(inproc) as sides:
+        watch = sides.user.memory.watch(sides.peer)
+        waiting = Call(watch.next, SOON)
+        sides.owner.abort()
+        with pytest.raises(PeerLost):
+            waiting.result()
+        with pytest.raises(PeerLost):
+            watch.next(SOON)
+
+
+# --- generations ------------------------------------------------------------------------------------------------------
+
+
+def uses(nbytes: int) -> list[Any]:
+    return [
+        lambda remote: remote.read(np.empty(nbytes, np.uint8)),
+        lambda remote: remote.write(np.zeros(nbytes, np.uint8)),
+        lambda remote: remote.write(np.zeros(nbytes, np.uint8), notify="key"),
+        lambda remote: remote.read_batch([(np.empty(nbytes // 2, np.uint8), 0), (bytearray(8), nbytes - 8)]),
+        lambda remote: remote.write_batch([(bytes(nbytes // 2), 0), (bytes(8), nbytes - 8)]),
+        lambda remote: remote[0:8],
+        lambda remote: remote.fetch_add(0, 1),
+        lambda remote: remote.compare_and_swap(0, 0, 1),
+    ]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["unregistered", "registered anew"])
+@pytest.mark.parametrize("nbytes", [64, 1 << 20])
+def test_a_stale_handle_touches_nothing(sides: Sides, again: bool, nbytes: int) -> None:
+    old, new = pattern(nbytes), pattern(nbytes, 1)
+    sides.register(old)
+    remote = sides.peer.open("kv")
+    sides.owner.memory.unregister("kv")
+    if again:
+        sides.register(new)
+    for use in uses(nbytes):
+        with pytest.raises(StaleRegion) as caught:
+            use(remote)
+        assert caught.value.region == "kv"
+    assert (old == pattern(nbytes)).all()
+    assert (new == pattern(nbytes, 1)).all()
+    if again:
+        out = np.empty(nbytes, np.uint8)
+        sides.peer.open("kv").read(out)
+        assert (out == new).all()
+
+
+def test_a_restarted_owner_makes_handles_stale(tcp: Medium) -> None:
+    with Endpoint("tcp://127.0.0.1:0", name="user", config=tcp.config) as user:
+        with Endpoint("tcp://127.0.0.1:0", name="owner", config=tcp.config) as first:
+            address = first.address
+            first.memory.register("kv", bytearray(8))
+            remote = user.connect(address, timeout=SOON).open("kv")
+            first.abort()
+            with pytest.raises(PeerLost):
+                remote.read(bytearray(8), timeout=SOON)
+        with Endpoint(address, name="owner", config=tcp.config) as second:
+            second.memory.register("kv", bytearray(8))
+            peer = user.connect(address, timeout=SOON)
+            with pytest.raises(StaleRegion, match="has taken its place"):
+                remote.write(b"wrong")
+            peer.open("kv").write(b"right")
+            assert bytes(second.memory.regions["kv"].array) == b"right\0\0\0"
+
+
+def test_unregister_gives_the_name_and_the_memory_back(near: Sides) -> None:
+    region = near.register(bytearray(8))
+    region.unregister()
+    assert near.owner.memory.regions == {}
+    with pytest.raises(StaleRegion):
+        _ = region.array
+    with pytest.raises(StaleRegion):
+        region.fetch_add(0, 1)
+    with pytest.raises(UsageError, match="no region 'kv'"):
+        near.owner.memory.unregister("kv")
+    near.register(bytearray(8))
+
+
+def test_nothing_works_after_close(inproc: Medium) -> None:
+    with open_sides(inproc) as sides:
+        region = sides.register(bytearray(8))
+        remote = sides.peer.open("kv")
+        waiting = Call(region.wait_notification, "key", SOON)
+        sides.user.close()
+        sides.owner.close()
+        for use in (lambda: remote.read(bytearray(8)), lambda: sides.register(bytearray(8), "x")):
+            with pytest.raises(ClosedError):
+                use()
+        with pytest.raises(ClosedError):
+            waiting.result()
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_use_each_others_memory_and_their_own() -> None:
+    def body(mesh: Any) -> None:
+        region = mesh.memory.register("cells", np.zeros(mesh.size, np.int64))
+        mesh.barrier()
+        for rank in range(mesh.size):
+            remote = mesh.memory.open(rank, "cells")
+            remote.write(np.int64(mesh.rank + 1), 8 * mesh.rank, notify=mesh.rank)
+        for rank in range(mesh.size):
+            assert region.wait_notification(rank, SOON).source == rank
+        assert region.array.tolist() == [rank + 1 for rank in range(mesh.size)]
+        assert [info.name for info in mesh.memory.list((mesh.rank + 1) % mesh.size)] == ["cells"]
+        for bad in (mesh.size, -1, "rank"):
+            with pytest.raises(UsageError):
+                mesh.memory.open(bad, "cells")
+        mesh.barrier()
+
+    run_world(3, body)
