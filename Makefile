@@ -6,6 +6,7 @@
 # make bench     rankmesh beside bare sockets, gloo, MPICH and ZeroMQ, in one run (installs them into .venv-bench)
 # make bench-shm the same inside one host: shared memory beside MPICH's, and beside a plain copy
 # make bench-rpc calls beside gRPC's, RPyC's, ZeroMQ's and torch's
+# make bench-memory one-sided memory beside Mooncake's and MPICH's
 # make format    rewrite the sources as ruff formats them
 # make clean     remove the environments and caches
 #
@@ -14,7 +15,8 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-312 test-313 lint pytest soak fuzz bench bench-shm bench-rpc format clean debian-python debian-ip
+.PHONY: demo test test-312 test-313 lint pytest soak fuzz bench bench-shm bench-rpc bench-memory format clean \
+    debian-python debian-ip debian-mooncake
 
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -55,6 +57,9 @@ bench-shm: .venv-bench/installed
 bench-rpc: .venv-bench/installed
 	.venv-bench/bin/python bench/rpc.py $(ARGS)
 
+bench-memory: .venv-bench/installed debian-mooncake
+	.venv-bench/bin/python bench/memory.py $(ARGS)
+
 .venv-bench/installed: pyproject.toml bench/requirements.txt | debian-python
 	@python=$(PYTHON) || exit; echo "Making .venv-bench with $$python" && "$$python" -m venv .venv-bench
 	.venv-bench/bin/pip install --quiet --disable-pip-version-check --requirement bench/requirements.txt --editable .
@@ -78,6 +83,9 @@ debian-python:
 
 debian-ip:
 	@scripts/install-debian-packages ip
+
+debian-mooncake:
+	@scripts/install-debian-packages mooncake
 
 clean:
 	rm -rf .venv .venv-3.* .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

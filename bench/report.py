@@ -28,6 +28,8 @@ P99 = Figure("p99_us", "µs", higher_is_better=False)
 PER_HOP = Figure("hop_us", "µs", higher_is_better=False)
 BANDWIDTH = Figure("gb_per_s", "GB/s", higher_is_better=True)
 PER_SECOND = Figure("per_s", "1/s", higher_is_better=True)
+RATIO = Figure("ratio", "×", higher_is_better=True)
+OWNER_CPU = Figure("owner_percent", "%", higher_is_better=True)
 CPU = Figure("cpu_percent", "%", higher_is_better=False)
 
 
@@ -167,7 +169,7 @@ def with_spread(result: Result | None, key: str) -> str:
 
 
 def subjects_table(title: str, columns: Sequence[Column], results: Sequence[Result], notes: dict[str, str]) -> Table:
-    """A row per subject in `notes`: its figures, and its version or why it has none."""
+    """A row per subject in `notes` that took part: its figures, and its version or why it has none."""
     table = Table(title=title)
     table.add_column("subject", no_wrap=True)
     by_place = {(result.subject, result.measure): result for result in results}
@@ -176,7 +178,9 @@ def subjects_table(title: str, columns: Sequence[Column], results: Sequence[Resu
         table.add_column(column.title, justify="right", no_wrap=True)
     table.add_column("note")
     for name, note in notes.items():
-        cells = (with_spread(by_place.get((name, column.measure)), column.figure.key) for column in shown)
+        cells = [with_spread(by_place.get((name, column.measure)), column.figure.key) for column in shown]
+        if not any(cells):
+            continue
         table.add_row(ENTRIES[name].title, *cells, escape(note), style="bold" if ENTRIES[name].ours else "")
     return table
 

@@ -1,4 +1,4 @@
-"""What needs worlds of its own, of other sizes and not pinned: idle CPU, and more ranks than cores."""
+"""What needs worlds of its own, of other sizes and not pinned: idle CPU, more ranks than cores, many on one region."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ OVERSUBSCRIBED_RANKS = 4
 PAIR, CROWD = "rankmesh-tcp, 2 ranks, unpinned", f"rankmesh-tcp, {OVERSUBSCRIBED_RANKS} ranks, unpinned"
 PINGPONG_UNPINNED = Plan(OVERSUBSCRIBED, "pingpong", 64, least=200, most=50_000)
 RANKMESH = "rankmesh-tcp"
+#: An owner, a reader and a writer.
+PAIR_RANKS = 3
 
 Scenario = Callable[[Session], Iterable[Result]]
 
@@ -62,3 +64,31 @@ def ring(plan: Plan, size: int, names: tuple[str, ...]) -> Scenario:
             return run_interleaved(plan, session.effort, worlds, session.progress)
 
     return run
+
+
+def crowd(plan: Plan, size: int, names: tuple[str, ...]) -> Scenario:
+    """Readers and writers of one region, `size` ranks with its owner, in turn with one reader and one writer."""
+
+    def run(session: Session) -> Iterable[Result]:
+        results: list[Result] = []
+        for name in names:
+            if name in session.subjects:
+                results += one(session, name)
+        return results
+
+    def one(session: Session, name: str) -> list[Result]:
+        titles = {ranks: crowd_title(name, ranks) for ranks in (PAIR_RANKS, size)}
+        session.progress(f"{plan.measure}: starting {name}, {size} ranks")
+        try:
+            with ExitStack() as stack:
+                worlds = {title: stack.enter_context(World(name, ranks, cores=())) for ranks, title in titles.items()}
+                return run_interleaved(plan, session.effort, worlds, session.progress)
+        except SubjectFailed as failure:
+            return [Result(title, plan.measure, plan.nbytes, failure=str(failure)) for title in titles.values()]
+
+    return run
+
+
+def crowd_title(name: str, ranks: int) -> str:
+    """Half of those beside the owner read, half write."""
+    return f"{name}, {(ranks - 1) // 2} + {(ranks - 1) // 2}"

@@ -1,7 +1,7 @@
 """One invocation of a benchmark: its command line, its worlds, the order of events, the report.
 
-A benchmark (p2p.py, shm.py, rpc.py) is a Bench: tables of what is measured, of whom, and what it must show. Nothing
-here fails because a figure is bad or a library is missing: the table says so.
+A benchmark (p2p.py, shm.py, rpc.py, memory.py) is a Bench: tables of what is measured, of whom, and what it must show.
+Nothing here fails because a figure is bad or a library is missing: the table says so.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ class Bench:
     side_by_side: Mapping[Plan, tuple[str, ...]]
     columns: tuple[Column, ...]
     targets: tuple[Target, ...]
-    #: Who takes part in the sweep of sizes.
-    sweep: tuple[str, ...]
+    #: Of more tables, where one would be too wide.
+    further_columns: tuple[tuple[Column, ...], ...] = ()
+    #: Who takes part in the sweep of sizes; none: there is no such option.
+    sweep: tuple[str, ...] = ()
     #: Measured afterwards, in worlds of their own; a scenario returns nothing where its subjects were not asked for.
     scenarios: Mapping[str, Callable[[Session], Iterable[Result]]] = field(default_factory=dict)
     #: Sentences below the tables.
@@ -152,11 +154,10 @@ def print_report(console: Console, session: Session, about: dict[str, Any]) -> N
     if about["load_before"] > QUIET_LOAD:
         console.print("[yellow]Other programs were running: trust the ratios more than the times, and neither much.[/]")
     bench = session.bench
-    if any(column.measure in session.measures for column in bench.columns):
-        title = (
-            f"Processes pinned to two cores: medians of {session.effort.rounds} interleaved rounds (least – greatest)"
-        )
-        console.print(subjects_table(title, bench.columns, session.results, session.notes))
+    title = f"Processes pinned to two cores: medians of {session.effort.rounds} interleaved rounds (least – greatest)"
+    for columns in (bench.columns, *bench.further_columns):
+        if any(column.measure in session.measures for column in columns):
+            console.print(subjects_table(title, columns, session.results, session.notes))
     if session.sweep:
         console.print(sweep_table(session.sweep))
     verdicts = judge(bench.targets, session.results)
@@ -185,11 +186,12 @@ def parse_arguments(bench: Bench) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few repetitions, to see that it works")
     for option, default, known in (
-        ("--measures", bench.measures, (*bench.measures, SWEEP)),
+        ("--measures", bench.measures, (*bench.measures, *([SWEEP] if bench.sweep else []))),
         ("--subjects", bench.subjects, bench.subjects),
     ):
         parser.add_argument(option, type=listed(known), default=default, help=f"comma-separated, of {', '.join(known)}")
-    parser.add_argument("--sweep", action="store_true", help="add round trips at 8 B … 64 MiB")
+    if bench.sweep:
+        parser.add_argument("--sweep", action="store_true", help="add round trips at 8 B … 64 MiB")
     parser.add_argument("--rounds", type=int, help="rounds of each measure")
     parser.add_argument("--seconds", type=float, help="length of a round")
     parser.add_argument(
@@ -205,7 +207,7 @@ def main(bench: Bench) -> None:
         console.width = FILE_WIDTH
     effort, sweep_effort = QUICK if arguments.quick else FULL
     effort = replace(effort, rounds=arguments.rounds or effort.rounds, seconds=arguments.seconds or effort.seconds)
-    measures = [*arguments.measures, *([SWEEP] if arguments.sweep else [])]
+    measures = [*arguments.measures, *([SWEEP] if bench.sweep and arguments.sweep else [])]
     cores = pick_cores()
     about = environment(cores)
     with console.status("starting") as status:

@@ -32,6 +32,8 @@ def test_all_examples_are_tested() -> None:
         "endpoints.py",
         "asyncio_messages.py",
         "rpc_server.py",
+        "kv_handover.py",
+        "weight_push.py",
     }
 
 
@@ -52,7 +54,8 @@ def test_asyncio_messages() -> None:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(EXAMPLES / getattr(request, "param", "endpoints.py")), "serve"]
+    example, role = getattr(request, "param", "endpoints.py serve").split()
+    command = [sys.executable, str(EXAMPLES / example), role]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.terminate()
@@ -68,7 +71,7 @@ def test_endpoints(server: subprocess.Popen[str]) -> None:
         assert server.stdout.readline().startswith("answered peer 'client' (host ")
 
 
-@pytest.mark.parametrize("server", ["rpc_server.py"], indirect=True)
+@pytest.mark.parametrize("server", ["rpc_server.py serve"], indirect=True)
 def test_rpc_server(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     address = server.stdout.readline().strip()
@@ -80,3 +83,23 @@ def test_rpc_server(server: subprocess.Popen[str]) -> None:
         "slow_add [0, 2, 4]",
     ]
     assert server.wait(scaled(DEADLINE)) == 0
+
+
+@pytest.mark.parametrize("server", ["kv_handover.py prefill"], indirect=True)
+def test_kv_handover(server: subprocess.Popen[str]) -> None:
+    assert server.stdout is not None
+    address = server.stdout.readline().strip()
+    assert run(str(EXAMPLES / "kv_handover.py"), "decode", address) == [
+        "200 tokens in 13 blocks, 1703936 bytes, as they were computed",
+        "333 tokens in 21 blocks, 2752512 bytes, as they were computed",
+        "5 tokens in 1 blocks, 131072 bytes, as they were computed",
+    ]
+    assert server.wait(scaled(DEADLINE)) == 0
+
+
+def test_weight_push() -> None:
+    assert launch(3, "weight_push.py") == [
+        "[0] learner pushed 5 versions to 2 actors",
+        "[1] actor 1 followed to version 5; no weights were mixed",
+        "[2] actor 2 followed to version 5; no weights were mixed",
+    ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from measures.base import Rank
 from measures.calls import CallRank
 from measures.copying import CopyRank
+from measures.crowd import CrowdRank
 from measures.messages import MessageRank
-from subjects.base import Caller, Copier, Messenger, Subject
+from subjects.base import Caller, Copier, Messenger, OneSided, Subject
 
 
 def measured(subject: Subject, rank: int, size: int) -> Rank:
@@ -16,6 +17,8 @@ def measured(subject: Subject, rank: int, size: int) -> Rank:
             return MessageRank(subject, rank, size)
         case Caller():
             return CallRank(subject, rank, size)
+        case OneSided():
+            return CrowdRank(subject, rank, size)
         case Copier():
             return CopyRank(subject, rank, size)
     raise TypeError(f"Nothing measures a {type(subject).__name__}: add its kind to bench/measures/__init__.py.")

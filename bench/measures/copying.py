@@ -15,7 +15,8 @@ class CopyRank(Rank):
     def __init__(self, subject: Copier, rank: int, size: int) -> None:
         super().__init__(subject, rank, size)
         self.subject = subject
-        self.commands["bandwidth"] = self.bandwidth
+        for command in ("bandwidth", "large_read", "large_write"):
+            self.commands[command] = self.bandwidth
 
     def bandwidth(self, nbytes: int, count: int) -> Reply:
         if self.rank > 0:

@@ -22,6 +22,9 @@ class MessageRank(Rank):
         self._large: Bytes | None = None
         for command in (self.pingpong, self.bandwidth, self.rate, self.ring, self.idle):
             self.commands[command.__name__] = command
+        self.commands.update(
+            read=self.exchange, write=self.exchange, large_read=self.bandwidth, large_write=self.bandwidth
+        )
 
     def pingpong(self, nbytes: int, count: int) -> Reply:
         """Ranks 0 and 1 play; all others wait in a receive until rank 0 is done."""
@@ -41,6 +44,10 @@ class MessageRank(Rank):
         seconds = time.perf_counter() - began
         self._release()
         return latency_figures(samples, seconds, nbytes)
+
+    def exchange(self, nbytes: int, count: int) -> Reply:
+        """What stands for a one-sided transfer: the question and the answer it would have to be."""
+        return self.pingpong(self.subject.exchanged_bytes or nbytes, count)
 
     def bandwidth(self, nbytes: int, count: int) -> Reply:
         """Rank 0 sends when rank 1 is ready, and rank 1 acknowledges when the whole message lies in its memory."""

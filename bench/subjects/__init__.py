@@ -35,6 +35,9 @@ MPICH_TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 #: TensorPipe looks the host's name up and binds to that address, unless it is told an interface.
 TORCH_RPC = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
+#: Errors only: it tells its life on stderr otherwise.
+MOONCAKE_QUIET = {"GLOG_minloglevel": "2"}
+
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (
@@ -59,6 +62,15 @@ ENTRIES: dict[str, Entry] = {
         Entry("rpyc", "RPyC", "rpyc_calls:Rpyc"),
         Entry("zmq-req", "pyzmq REQ/REP over tcp", "zeromq_calls:ZmqReqRep"),
         Entry("zmq-dealer", "pyzmq DEALER/ROUTER over tcp", "zeromq_calls:ZmqDealerRouter"),
+        Entry("socket-try-64", "bare socket, try, 64 B each way", "sockets:SmallTryPolledSocket"),
+        Entry("socket-epoll-64", "bare socket, epoll, 64 B each way", "sockets:SmallEpollPolledSocket"),
+        Entry("rankmesh-memory-tcp", "rankmesh tcp://, registered", "rankmesh_memory:RegisteredTcp"),
+        Entry("rankmesh-registered", "rankmesh, same host, registered", "rankmesh_memory:RegisteredShm"),
+        Entry("rankmesh-allocated", "rankmesh, same host, allocated", "rankmesh_memory:AllocatedShm"),
+        Entry("mooncake", "Mooncake over tcp", "mooncake_memory:Mooncake", env=MOONCAKE_QUIET),
+        Entry("mpi-rma-tcp", "MPICH RMA, TCP only", "mpi_rma:Created", mpiexec=True, env=MPICH_TCP_ONLY),
+        Entry("mpi-rma", "MPICH RMA, same host, Win.Create", "mpi_rma:Created", mpiexec=True),
+        Entry("mpi-rma-allocated", "MPICH RMA, same host, Win.Allocate", "mpi_rma:Allocated", mpiexec=True),
         Entry("torch-rpc", "torch.distributed.rpc", "torch_rpc:TorchRpc", env=TORCH_RPC),
         Entry("torch-rpc-tcp", "torch.distributed.rpc, TCP only", "torch_rpc:TorchRpcTcp", env=TORCH_RPC),
     )

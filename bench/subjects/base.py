@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,10 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Verb = Callable[[Any], object]
 Call = Callable[[Any], Any]
+#: A transfer with everything it needs to know: made once, then called and timed again and again.
+Transfer = Callable[[], object]
+#: (memory here, where it lies in the remote region, in bytes)
+Piece = tuple[Bytes, int]
 
 HOST = "127.0.0.1"
 #: Seconds a subject may take to connect its processes to each other.
@@ -49,6 +53,9 @@ class Subject(ABC):
 
 class Messenger(Subject):
     """Sends and receives messages."""
+
+    #: Bytes each way of the ping-pong that a one-sided read or write is compared with; None: as many as that has.
+    exchanged_bytes: int | None = None
 
     @abstractmethod
     def sender(self, peer: int) -> Verb:
@@ -93,6 +100,43 @@ class Copier(Subject):
     @abstractmethod
     def copy(self, out: Bytes, source: Bytes) -> object:
         """Copy all of `source` into `out`."""
+
+
+class OneSided(Subject):
+    """Reads and writes memory of rank 1, the owner, from other ranks. The owner takes no part: its main thread is
+    blocked outside the library, or computes."""
+
+    @abstractmethod
+    def share(self, nbytes: int, tell: Callable[[Any], Any]) -> Bytes | None:
+        """On every rank, after `open`: the owner makes its memory reachable and returns it, the others find it.
+
+        `tell` carries the owner's argument to everybody and returns it there; what it says is the library's business.
+        """
+
+    @abstractmethod
+    def reading(self, pieces: Sequence[Piece]) -> Transfer:
+        """What fills each piece from the region: one operation of the library, or a batch if there are several."""
+
+    @abstractmethod
+    def writing(self, pieces: Sequence[Piece]) -> Transfer:
+        """What writes each piece to the region."""
+
+    def local(self, nbytes: int) -> Bytes:
+        """Memory for this end of transfers, written to."""
+        return np.ones(nbytes, np.uint8)
+
+    def come_and_go(self) -> None:
+        """The owner: register another region and unregister it."""
+        raise NotImplementedError(f"{type(self).__name__} has one region.")
+
+    def attend(self) -> None:
+        """The owner of a library that serves only while it is called: serve until rank 0 calls `dismiss`.
+
+        Most libraries serve by themselves.
+        """
+
+    def dismiss(self) -> None:
+        """The other side of `attend`."""
 
 
 class Caller(Subject):

@@ -15,6 +15,7 @@ from subjects.base import HOST, OPEN_TIMEOUT, Bytes, Messenger, Verb
 
 #: How much the receiver of the message-rate measure asks the kernel for at once.
 DRAIN_BYTES = 64 * 1024
+SMALL_EXCHANGE = 64
 
 
 def connect_pair(rank: int, port: int) -> socket.socket:
@@ -204,3 +205,13 @@ class EpollPolledSocket(PolledSocket):
                 self.recv_rest(into, got)
             if (sent := send(into)) < nbytes:
                 self.send_rest(into, sent)
+
+
+class SmallTryPolledSocket(TryPolledSocket):
+    """What the shortest question and answer take, where others move more."""
+
+    exchanged_bytes = SMALL_EXCHANGE
+
+
+class SmallEpollPolledSocket(EpollPolledSocket):
+    exchanged_bytes = SMALL_EXCHANGE

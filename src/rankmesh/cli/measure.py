@@ -95,7 +95,7 @@ def lead(mesh: Mesh, peer: int, nbytes: int, seconds: float) -> Row:
     count = _fitting(seconds, one)
     order("echo", count)
     samples = ping(mesh, peer, out, into, count)
-    wrong = _differences(into, out)
+    wrong = differences(into, out)
     stream_count = _fitting(seconds, one / 2)
     order("drain", stream_count)
     elapsed = stream(mesh, peer, out, stream_count)
@@ -151,7 +151,7 @@ def _verify(mesh: Mesh, peer: int, data: Bytes, into: Bytes) -> int:
         expected = data + np.uint8(number)
         mesh.send(expected, peer)
         mesh.recv(into, peer, 0)
-        wrong += _differences(into, expected)
+        wrong += differences(into, expected)
     return wrong + int(mesh.recv_object(source=peer, tag=_ORDERS))
 
 
@@ -161,10 +161,11 @@ def _answer(mesh: Mesh, peer: int, into: Bytes, count: int) -> None:
     for number in range(count):
         into.fill(0)
         mesh.recv(into, peer, 0)
-        wrong += _differences(into, data + np.uint8(number))
+        wrong += differences(into, data + np.uint8(number))
         mesh.send(into, peer)
     mesh.send_object(wrong, to=peer, tag=_ORDERS)
 
 
-def _differences(received: Bytes, expected: Bytes) -> int:
+def differences(received: Bytes, expected: Bytes) -> int:
+    """Bytes that are not as they should be."""
     return int(np.count_nonzero(received != expected))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import IO, Final
 
 from rankmesh import Mesh
@@ -29,9 +29,7 @@ messages compared outside the timed loops; if there are any, the exit code is 1.
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument(
-        "--sizes", type=_sizes, default="8:64M", metavar="S", help="MIN:MAX[:FACTOR] or a list (default 8:64M, doubled)"
-    )
+    two_ranks.add_sizes(parser, "8:64M")
     two_ranks.add_options(parser)
     parser.add_argument("--plot", metavar="FILE.png", help="also draw time and bandwidth (needs rankmesh[plot])")
 
@@ -59,14 +57,13 @@ def _measure(args: argparse.Namespace, local_rank: int, enter: Callable[[], Mesh
                 measure.follow(mesh, 0, LIMIT)
             mesh.barrier(LIMIT)
             return 0
-        document["transport"] = mesh.peers[0].addresses[0].scheme
-        document["ranks"] = [str(peer) for peer in mesh.peers[:2]]
-        rows = _table(args, mesh, [_title(document), *report.caveats(document)])
+        report.describe_ranks(document, mesh)
+        rows = _table(args, mesh, [report.title(document), *report.caveats(document)])
         mesh.barrier(LIMIT)
     if args.json:
         report.write_json(args.json, document, rows)
     if args.plot:
-        report.write_plot(args.plot, _title(document), rows)
+        report.write_plot(args.plot, report.title(document), rows)
     return int(any(row.wrong for row in rows))
 
 
@@ -80,17 +77,3 @@ def _table(args: argparse.Namespace, mesh: Mesh, remarks: list[str]) -> list[mea
         print(report.line_of(rows[-1]), file=table, flush=True)
     measure.dismiss(mesh, 1)
     return rows
-
-
-def _title(document: Mapping[str, object]) -> str:
-    return (
-        "rankmesh {rankmesh} bench p2p over {transport}, Python {python}, {system}, {cores} cores, load {load_before}, "
-        "pinned: {pinned}, {date}"
-    ).format_map(document)
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        return report.parse_sizes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

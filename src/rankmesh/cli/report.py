@@ -20,6 +20,7 @@ from rankmesh.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from rankmesh import Mesh
     from rankmesh.cli.measure import Row
 
 #: Load average above which somebody else was using the machine.
@@ -76,13 +77,32 @@ COLUMNS: Final = (
 def heading() -> list[str]:
     widths = [column.width for column in COLUMNS]
     groups = "ping-pong, half a round trip".rjust(sum(widths[:5])) + "one way, back to back".rjust(sum(widths[5:8]))
-    titles = "".join(column.title.rjust(column.width) for column in COLUMNS)
-    units = "".join((f"({column.unit})" if column.unit else "").rjust(column.width) for column in COLUMNS)
-    return ["#" + line[1:] for line in (groups, titles, units)]
+    return ["#" + groups[1:], *titles(COLUMNS)]
 
 
-def line_of(row: Row) -> str:
-    return "".join(format(getattr(row, column.key), column.form).rjust(column.width) for column in COLUMNS)
+def titles(columns: Sequence[Column]) -> list[str]:
+    """Titles and units above a table, as comments."""
+    names = "".join(column.title.rjust(column.width) for column in columns)
+    units = "".join((f"({column.unit})" if column.unit else "").rjust(column.width) for column in columns)
+    return ["#" + line[1:] for line in (names, units)]
+
+
+def line_of(row: DataclassInstance, columns: Sequence[Column] = COLUMNS) -> str:
+    return "".join(format(getattr(row, column.key), column.form).rjust(column.width) for column in columns)
+
+
+def title(document: Mapping[str, object]) -> str:
+    """The first line above a table."""
+    return (
+        "rankmesh {rankmesh} bench {bench} over {transport}, Python {python}, {system}, {cores} cores, "
+        "load {load_before}, pinned: {pinned}, {date}"
+    ).format_map(document)
+
+
+def describe_ranks(document: dict[str, object], mesh: Mesh) -> None:
+    """Rank 0: how the two ranks are connected, and who they are."""
+    document["transport"] = mesh.peers[0].addresses[0].scheme
+    document["ranks"] = [str(peer) for peer in mesh.peers[:2]]
 
 
 def environment() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter, perf_counter_ns
 from typing import IO, Any, Final
@@ -85,15 +85,14 @@ def _offer(mesh: Mesh) -> None:
 
 def _table(args: argparse.Namespace, mesh: Mesh, document: dict[str, object]) -> list[Row]:
     """Rank 0: measure, and print each row when it is there."""
-    document["transport"] = mesh.peers[0].addresses[0].scheme
-    document["ranks"] = [str(peer) for peer in mesh.peers[:2]]
+    report.describe_ranks(document, mesh)
     table: IO[str] = sys.stderr if args.json == "-" else sys.stdout
-    remarks = [_title(document), *report.caveats(document)]
-    print(*(f"# {remark}" for remark in remarks), *_heading(), sep="\n", file=table, flush=True)
+    remarks = [report.title(document), *report.caveats(document)]
+    print(*(f"# {remark}" for remark in remarks), *report.titles(_COLUMNS), sep="\n", file=table, flush=True)
     rows = []
     for handler in HANDLERS:
         rows.append(_row(mesh, handler, args.seconds))
-        print(_line(rows[-1]), file=table, flush=True)
+        print(report.line_of(rows[-1], _COLUMNS), file=table, flush=True)
     return rows
 
 
@@ -157,20 +156,3 @@ _COLUMNS: Final = (
     report.Column("64 MiB", "GB/s", "array_gb_per_s", 9, ".3f"),
     report.Column("#wrong", "", "wrong", 8, "d"),
 )
-
-
-def _heading() -> list[str]:
-    titles = "".join(column.title.rjust(column.width) for column in _COLUMNS)
-    units = "".join((f"({column.unit})" if column.unit else "").rjust(column.width) for column in _COLUMNS)
-    return ["#" + line[1:] for line in (titles, units)]
-
-
-def _line(row: Row) -> str:
-    return "".join(format(getattr(row, column.key), column.form).rjust(column.width) for column in _COLUMNS)
-
-
-def _title(document: Mapping[str, object]) -> str:
-    return (
-        "rankmesh {rankmesh} bench rpc over {transport}, Python {python}, {system}, {cores} cores, load {load_before}, "
-        "pinned: {pinned}, {date}"
-    ).format_map(document)

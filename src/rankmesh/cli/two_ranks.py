@@ -17,6 +17,7 @@ from typing import Final
 from uuid import uuid4
 
 from rankmesh import Config, Mesh, join
+from rankmesh.cli import report
 from rankmesh.errors import ConfigError
 from rankmesh.launch.launcher import Options, launch
 from rankmesh.launch.plan import Program, World
@@ -40,6 +41,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--transport", choices=TRANSPORTS, help="default: tcp, or tls where RANKMESH_TLS_CERT, _KEY and _CA are set"
     )
     parser.add_argument("--json", metavar="FILE", help="also write figures and circumstances; - is standard output")
+
+
+def add_sizes(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=default,
+        metavar="S",
+        help=f"MIN:MAX[:FACTOR] (2 if left out) or a list (default {default})",
+    )
 
 
 def options(args: argparse.Namespace) -> Iterator[str]:
@@ -103,6 +114,13 @@ def _environment(transport: str | None) -> Iterator[Mapping[str, str]]:
         authority.make_ca(Path(folder), days=1)
         files = authority.make_node(Path(folder), "bench", days=1)
         yield {**environ, **dict(zip(_TLS_VARIABLES, (files.cert, files.key, files.ca), strict=True))}
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return report.parse_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _seconds(text: str) -> float:
