@@ -14,7 +14,7 @@ from rankmesh.endpoint.hub import Service
 from rankmesh.endpoint.router import Router
 from timing import wait_until
 
-ECHO, FAIL, SILENT, DOUBLE = 1, 2, 3, 4
+ECHO, FAIL, SILENT, DOUBLE = 101, 102, 103, 104  # numbers of our own: rankmesh has the first ones
 
 
 def reply(router: Router, ident: int, body: bytes, failed: bool = False) -> None:

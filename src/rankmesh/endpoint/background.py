@@ -163,9 +163,9 @@ class Background:
         engine, hint = self._engine, self.hint
         if hint is None or engine.writers:
             return False
-        steps = engine.steps
+        lone = engine.lone
         hint.attend(self)
-        if engine.steps == steps:
+        if engine.lone == lone:
             self.hint = None
             return False
         self.spin.hit()

@@ -120,9 +120,16 @@ class Direct:
                 router.on_rpc(flags & ~RPC | RPC_FLAG[kind], service, ident, payload, False)
         except Exception as error:  # noqa: BLE001  # see PeerRouter.failed
             router.failed(error)
-        inbound.heard = True  # counted at last: whoever waits for the answer need not wait for this
+        inbound.heard = True  # what follows comes last: whoever waits for the answer need not wait for it
         inbound.frames += 1
         inbound.bytes += nbytes
+        engine = self._engine
+        engine.lone += 1
+        leader = engine.leader
+        if leader is not None and leader.yields:
+            # Who leads on behalf of everybody looks first where the last two came from, if that is one connection.
+            leader.hint = self if engine.last_lone is self else None
+            engine.last_lone = self
 
     def _replied(self, call: Lone, flags: int, service: int, payload: memoryview) -> None:
         """The reply to `call` came alone."""

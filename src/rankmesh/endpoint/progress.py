@@ -38,7 +38,7 @@ from typing import Final, NamedTuple, Protocol
 
 from rankmesh.endpoint.background import Background
 from rankmesh.endpoint.timers import Timer, Timers
-from rankmesh.endpoint.waiting import EVENTS, ForkedLock, Spin, Waited, Waker, poll_timeout
+from rankmesh.endpoint.waiting import EVENTS, ForkedLock, Hint, Spin, Waited, Waker, poll_timeout
 
 logger = logging.getLogger("rankmesh")
 
@@ -98,8 +98,9 @@ class Engine:
         self.spin = Spin(spin)
         self._waker = Waker()
         self.drives = 0
-        #: How often a leader stepped down in order to serve a request.
-        self.steps = 0
+        #: Requests and replies that came alone, and were dealt with by who read them; where the last one came from.
+        self.lone = 0
+        self.last_lone: Hint | None = None
         self.background = Background(self, spin)
         self.watch(self._waker.fd, select.EPOLLIN, self._waker.clear)
         _engines.add(self)
@@ -171,7 +172,6 @@ class Engine:
         """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
         `step_up`: it must not keep anything in its hands that others may change meanwhile."""
         leader, self.leader = self.leader, None
-        self.steps += 1
         self.lock.release()
         return leader
 
@@ -319,7 +319,7 @@ class Engine:
             if self.looks and self.arm():  # something came just now: more of it may be polled for
                 (self.background.spin if work.yields else self.spin).skip = 0
                 return
-            work.parker, steps = self._waker, self.steps
+            work.parker, lone = self._waker, self.lone
             self.lock.release()
             try:
                 events = self.poll(poll_timeout(min(deadline, self.timers.next) - now), EVENTS)
@@ -328,7 +328,7 @@ class Engine:
                 work.parker = None
             self.dispatch(events)
             spin = self.background.spin if work.yields else self.spin
-            if work.yields or self.steps != steps:
+            if work.yields or self.lone != lone:
                 spin.hit()
                 return
             if spin.slept(monotonic() - now):

@@ -8,6 +8,7 @@ that has no memory, and the strides of the result tell which bytes are meant.
 from __future__ import annotations
 
 import itertools
+import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -163,12 +164,53 @@ def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
+class Later:
+    """Views of many arrays, which are made when somebody says so and not before: a request that says where their bytes
+    lie in the region can leave first."""
+
+    def __init__(self, data: Sequence[Any], nbytes: int, writes: bool) -> None:
+        self._data = data
+        self._nbytes = nbytes
+        self._writes = writes
+        self._views: list[memoryview] | None = None
+
+    def make(self) -> list[memoryview]:
+        """Raises UsageError for what is no memory, or cannot be written to."""
+        if self._views is None:
+            views = self._plain()
+            if views is None:
+                views = [view for each in self._data for view in local(each, writes=self._writes)]
+            if sum(map(len, views)) != self._nbytes:
+                raise UsageError("A piece's memory has not as many bytes as its nbytes says. Pass numpy arrays.")
+            self._views, self._data = views, ()
+        return self._views
+
+    def _plain(self) -> list[memoryview] | None:
+        """Where all are contiguous buffers, in few steps."""
+        try:
+            views: list[memoryview] = [memoryview(each) for each in self._data]
+            if self._writes and any(view.readonly for view in views):
+                return None
+            formats = {view.format for view in views}
+            if formats != {"B"} or any(view.ndim != 1 for view in views):
+                views = [view.cast("B") for view in views]
+        except (TypeError, ValueError):
+            return None
+        return None if any("O" in each for each in formats) or any(not view.contiguous for view in views) else views
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield from self.make()
+
+
 class Batch:
     """The caller's memory and the region's, piece by piece, in the same order. `outside(what)` makes the error for a
     block that does not lie in the region's `most` bytes."""
 
     def __init__(self, most: int, outside: Callable[[str], OutOfBounds]) -> None:
-        self.parts: list[memoryview] = []
+        self._parts: list[memoryview] = []
+        #: The caller's memory and (offset, length) of each piece, where all are plain.
+        self.later: Later | None = None
+        self._pairs: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self.nbytes = 0
         self.strided = False
         self._most = most
@@ -177,36 +219,36 @@ class Batch:
         self._table: list[int] = []
 
     def gather(self, pieces: Iterable[Sequence[Any]], *, writes: bool) -> Self:
-        """Take the pieces of a batch, all at once where they are plain: thousands are common."""
+        """Take the pieces of a batch, all at once where they are plain: thousands are common. Views of them are made
+        later, while the request is on its way."""
         pieces = list(pieces)
-        data: tuple[Any, ...] = ()
-        offsets: tuple[int, ...] = ()
         try:
             data, offsets = zip(*pieces, strict=True)
-            parts = [view.cast("B") for each in data if (view := memoryview(each)).format != "O"]
-        except (TypeError, ValueError):  # some have strides, or are no plain buffers; or there are none
-            parts = []
-        if not parts or len(parts) < len(data) or (writes and any(view.readonly for view in parts)):
+            table = np.empty((len(data), 2), np.int64)
+            table[:, 0] = np.fromiter(map(operator.index, offsets), np.int64, len(data))
+            table[:, 1] = [each.nbytes for each in data]
+        except OverflowError:
+            raise self._outside("pieces at offsets beyond 64 bits") from None
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+        ):  # some have strides, or do not tell their size; or there are none
             for piece in pieces:
                 self._take(*piece, writes=writes)
             return self
-        sizes = list(map(len, parts))
-        try:
-            table = np.array((offsets, sizes), np.int64)
-        except OverflowError:
-            raise self._outside(f"pieces at {min(offsets)} … {max(offsets)}") from None
-        bad = (table[0] < 0) | (table[0] > self._most - table[1])
+        bad = (table[:, 0] < 0) | (table[:, 0] > self._most - table[:, 1])
         if bad.any():
-            at = int(bad.argmax())
-            raise self._outside(f"{sizes[at]} bytes at {offsets[at]}")
-        self.parts = parts
-        self._table = table.T.ravel().tolist()
-        self.nbytes = sum(sizes)
+            offset, nbytes = table[int(bad.argmax())]
+            raise self._outside(f"{nbytes} bytes at {offset}")
+        self._pairs = table
+        self.nbytes = int(table[:, 1].sum())
+        self.later = Later(data, self.nbytes, writes)
         return self
 
     def _take(self, data: Any, offset: int, stride: int | None = None, *, writes: bool) -> None:
         mine = local(data, writes=writes)
-        self.parts += mine
+        self._parts += mine
         self.add((offset, sum(map(len, mine)), 0, 1) if stride is None else rows(data, offset, stride))
 
     def add(self, block: Block) -> None:
@@ -221,8 +263,15 @@ class Batch:
         self._table += block if self.strided else block[:2]
         self.nbytes += length * count
 
+    @property
+    def parts(self) -> list[memoryview]:
+        """The caller's memory."""
+        return self._parts if self.later is None else self.later.make()
+
     def blocks(self) -> Iterator[Block]:
         """What was taken, again."""
+        if self._pairs is not None:
+            return ((offset, length, 0, 1) for offset, length in self._pairs.tolist())
         table = self._table
         if self.strided:
             return zip(table[0::4], table[1::4], table[2::4], table[3::4], strict=True)
@@ -234,5 +283,7 @@ class Batch:
 
     def pack(self) -> tuple[int, bytes]:
         """How many pieces, and these as they travel."""
+        if self._pairs is not None:
+            return len(self._pairs), self._pairs.astype("<u8", copy=False).tobytes()
         table = self._table
         return len(table) // (4 if self.strided else 2), struct.pack(f"<{len(table)}Q", *table)

@@ -23,6 +23,7 @@ from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow, Posted
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import CancelledError, ProtocolError, RankmeshError, RegionError, RegionNotFound, UsageError
+from rankmesh.memory.layout import Later
 from rankmesh.memory.protocol import CELL, REQUEST, SERVICE, Op, decode_failure
 from rankmesh.memory.server import ERRORS
 from rankmesh.wire.header import Flag, Kind
@@ -111,12 +112,13 @@ class Operation(Work[Any]):
             self._flow.submit(self, urgent=True)
             if not self.finished:
                 try:
-                    engine.drive(self, self.began + self.timeout)
+                    if self.hint is not None and not self.streamed:
+                        self.hint.await_reply(self)
                 except BaseException:
                     self._interrupted()
                     raise
                 if not self.finished:
-                    self._give_up(self._late(self.timeout))
+                    super().await_end(None)
         finally:
             engine.lock.release()
             if engine.deferred or engine.contenders:
@@ -157,6 +159,16 @@ class Operation(Work[Any]):
     def request_left(self) -> None:
         """The request is before whatever is sent from now on."""
         self._carrier = None
+
+    def make_views(self, parts: Iterable[memoryview]) -> bool:
+        """Now that the request is on its way, make the views that were put off. False: they cannot be made, and the
+        operation has ended with the reason."""
+        if isinstance(parts, Later) and not self.finished:
+            try:
+                parts.make()
+            except UsageError as error:
+                self._give_up(error)
+        return not self.finished
 
     def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
         del self.router.requests[self.ident]
@@ -297,6 +309,10 @@ class StreamedRead(Read):
 
     def prepare(self) -> None:
         self._posted = self.router.arrivals.expect(self.ident | ANSWER, self.nbytes, self._parts, self._arrived)
+
+    def request_left(self) -> None:
+        super().request_left()
+        self.make_views(self._parts)
         self._parts = ()
 
     def _arrived(self, whole: bool) -> None:
@@ -351,7 +367,7 @@ class StreamedWrite(Operation):
 
     def request_left(self) -> None:
         super().request_left()
-        if self.finished:  # refused while it was being sent
+        if not self.make_views(self._parts):  # or it was refused while it was being sent
             return
         outbound = self.router.outbound
         self._stream = Outflow(outbound, self.ident | BROUGHT, self._parts, self.nbytes)

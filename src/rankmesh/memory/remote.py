@@ -122,7 +122,7 @@ class RemoteRegion:
         nbytes = batch.nbytes
         bits = batch.bits | (Bit.STREAMED if nbytes > self._inline else 0)
         body = _pack(_READ, bits, 0, count, self.generation, 0, nbytes) + table
-        return self._run_read(body, out, batch.parts, nbytes, timeout, async_op)
+        return self._run_read(body, out, batch.later or batch.parts, nbytes, timeout, async_op)
 
     def _run_read(
         self, body: bytes, out: Any, parts: Iterable[memoryview], nbytes: int, timeout: float | None, async_op: bool
@@ -176,7 +176,9 @@ class RemoteRegion:
             views = through.views(batch.blocks())
             return self._copy(through.write, None, batch.parts, views, notify, timeout, async_op)
         count, table = self._table(batch)
-        return self._run_write(batch.parts, table, batch.bits, count, 0, batch.nbytes, notify, timeout, async_op)
+        return self._run_write(
+            batch.later or batch.parts, table, batch.bits, count, 0, batch.nbytes, notify, timeout, async_op
+        )
 
     def _run_write(
         self,
@@ -307,7 +309,7 @@ class RemoteRegion:
         batch = Batch(self.nbytes, self._outside)
         for block in blocks:
             batch.add(block)
-        batch.parts += parts
+        batch.parts.extend(parts)
         return batch
 
     @staticmethod

@@ -13,7 +13,6 @@ from typing import Final
 
 from rankmesh import trace
 from rankmesh.codec import unpack_plain
-from rankmesh.endpoint.direct import Direct
 from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.router import Router
 from rankmesh.errors import BusyError, CodecError, InvalidMessage
@@ -44,8 +43,6 @@ class Prompt:
         self._functions = server.registry.functions
         #: How the last request began: its bytes up to the arguments, which function it was for and for how long.
         self._head, self._key, self._start, self._seconds = b"", b"", 1, 0.0
-        #: Where it came from.
-        self._last: Direct | None = None
 
     def on_request(self, router: Router, ident: int, payload: memoryview, owned: bool) -> None:
         try:
@@ -85,12 +82,6 @@ class Prompt:
             function.took = monotonic() - began
             self._leave(call)
         self._server.served += 1
-        leader = self._engine.leader
-        if leader is not None and leader.yields:
-            # Whoever leads for everybody looks first where the last two requests came from, if that is one connection.
-            direct = router.inbound.direct
-            leader.hint = direct if direct is self._last else None
-            self._last = direct
 
     def _read_head(self, payload: memoryview) -> int:
         """Read what comes before the arguments, and where they begin: the next request often begins with the same
@@ -128,9 +119,7 @@ class Prompt:
 
     def _run(self, call: CallContext, function: Function, args: list[object]) -> Answer:
         engine = self._engine
-        leader, engine.leader = engine.leader, None  # Engine.step_down, written out
-        engine.steps += 1
-        engine.lock.release()
+        leader = engine.step_down()
         token = current.set(call)
         try:
             return self._server.result(call, function.fn(*args))
