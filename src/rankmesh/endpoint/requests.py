@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import RankmeshError
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
     from rankmesh.endpoint.peer import Peer
     from rankmesh.endpoint.progress import Engine
+
+T = TypeVar("T")
 
 _REQUEST: Final = int(Flag.REQUEST)
 
@@ -79,6 +81,26 @@ class Conversation:
     def reply(self, ident: int, parts: list[memoryview], nbytes: int, failed: bool = False, service: int = 0) -> None:
         """Answer a request."""
         raise NotImplementedError
+
+
+class Asking(Work[T]):
+    """A Work that waits for one reply, and whose waiter looks for it itself."""
+
+    ident = 0
+
+    def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
+        raise NotImplementedError
+
+    def await_reply(self) -> None:
+        """Look for the reply where it will come from, and then drive until it is there. With the lock."""
+        if not self.finished and self.hint is not None:
+            try:
+                self.hint.await_reply(self)
+            except BaseException:
+                self._interrupted()
+                raise
+        if not self.finished:
+            self.await_end(None)
 
 
 class Request(Work[Reply]):

@@ -76,6 +76,16 @@ class Flow:
             body = REQUEST.pack(Op.CLOSE, 0, 0, 0, mapping.generation, 0, 0)
             self.router.outbound.send_rpc(_REQUEST, 0, SERVICE, self.router.outbound.new_ident(), body)
 
+    def is_free(self, cost: int) -> bool:
+        """Whether a request of this cost may leave right now."""
+        busy = self._waiting or (self._cost and self._cost + cost > WINDOW)
+        return not (busy or self._hub.closed or self.router.gone)
+
+    def count(self, operation: Operation) -> None:
+        """Its request leaves now."""
+        self._cost += operation.cost
+        operation.counted = True
+
     def submit(self, operation: Operation, urgent: bool) -> None:
         """Send a request, or let it wait for its turn."""
         if self._hub.closed:
@@ -95,13 +105,11 @@ class Flow:
         if not urgent and self._cost:
             self._send_with_others(operation)
         else:
-            self._cost += operation.cost
-            operation.counted = True
+            self.count(operation)
             operation.send(False)
 
     def _send_with_others(self, operation: Operation) -> None:
-        self._cost += operation.cost
-        operation.counted = True
+        self.count(operation)
         operation.send(True)
         self._gathered += 1
         if self._gathered == 1:

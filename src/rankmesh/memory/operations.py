@@ -20,8 +20,8 @@ import msgspec
 
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow, Posted
+from rankmesh.endpoint.requests import Asking
 from rankmesh.endpoint.transfers import Send, SendState
-from rankmesh.endpoint.work import Work
 from rankmesh.errors import CancelledError, ProtocolError, RankmeshError, RegionError, RegionNotFound, UsageError
 from rankmesh.memory.layout import Later
 from rankmesh.memory.protocol import CELL, REQUEST, SERVICE, Op, decode_failure
@@ -69,11 +69,10 @@ class Carrier(Send):
         self._give_up(CancelledError("The operation was given up."))
 
 
-class Operation(Work[Any]):
+class Operation(Asking[Any]):
     """What all operations have in common: a request sent under an ident, and a reply to it."""
 
     tag: int | None = None
-    ident = 0
     what = ""
     cost = COST
     #: Its bytes do not travel in the request or the reply.
@@ -105,27 +104,10 @@ class Operation(Work[Any]):
 
     def complete(self) -> Any:
         """Send it and wait for its end. Takes the lock."""
-        engine = self._engine
-        if not engine.lock.acquire(False):
-            engine.acquire()
-        try:
+        with self._engine:
             self._flow.submit(self, urgent=True)
-            if not self.finished:
-                try:
-                    if self.hint is not None and not self.streamed:
-                        self.hint.await_reply(self)
-                except BaseException:
-                    self._interrupted()
-                    raise
-                if not self.finished:
-                    super().await_end(None)
-        finally:
-            engine.lock.release()
-            if engine.deferred or engine.contenders:
-                engine.after_release()
-        if self._error is not None:
-            raise self._error
-        return self._value
+            self.await_reply()
+        return self.outcome()
 
     def await_end(self, timeout: float | None) -> None:
         self._flow.flush()
@@ -295,6 +277,36 @@ class Read(Operation):
     def fail(self, error: BaseException) -> None:
         self._parts = ()
         super().fail(error)
+
+
+def read_small(
+    flow: Flow, region: str, body: bytes, timeout: float, out: Any, parts: Iterable[memoryview], nbytes: int
+) -> Any:
+    """Read what comes in the reply, and wait for it: `Read.complete`, written out. The request is sent first: the Read
+    is made while it is on its way, which nobody can notice before the lock is free."""
+    router, engine = flow.router, flow.router.engine
+    if not engine.lock.acquire(False):
+        engine.acquire()
+    try:
+        sent, outbound = 0, router.outbound
+        if flow.is_free(COST + nbytes):
+            outbound.last_ident = ident = outbound.last_ident + 1
+            if outbound.send_rpc(_REQUEST, 0, SERVICE, ident, body):
+                sent = ident
+        read = Read(flow, region, body, timeout, out, parts, nbytes)
+        if sent:
+            flow.count(read)
+            read.ident = sent
+            router.requests[sent] = read
+            read.hint = router.inbound.direct
+        else:
+            flow.submit(read, urgent=True)
+        read.await_reply()
+    finally:
+        engine.lock.release()
+        if engine.deferred or engine.contenders:
+            engine.after_release()
+    return read.outcome()
 
 
 class StreamedRead(Read):

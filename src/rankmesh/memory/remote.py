@@ -13,7 +13,7 @@ from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import OutOfBounds, RankmeshError, UsageError
 from rankmesh.memory.layout import Batch, Block, indexed, local, rows
-from rankmesh.memory.operations import Operation, Read, StreamedRead, StreamedWrite, Swap, Write
+from rankmesh.memory.operations import Operation, Read, StreamedRead, StreamedWrite, Swap, Write, read_small
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
 from rankmesh.memory.rails import STRIPED_FROM, striped
 from rankmesh.memory.region import as_signed
@@ -105,7 +105,11 @@ class RemoteRegion:
             work = self._striped(parts[0], offset, out, timeout, reads=True)
             if work is not None:
                 return work if async_op else work.result()
-        body = _pack(_READ, 0 if nbytes <= self._inline else Bit.STREAMED, 0, 0, self.generation, offset, nbytes)
+        small = nbytes <= self._inline
+        body = _pack(_READ, 0 if small else Bit.STREAMED, 0, 0, self.generation, offset, nbytes)
+        if small and not async_op:
+            timeout = self._timeout if timeout is None else timeout
+            return read_small(self._flow, self.name, body, timeout, out, parts, nbytes)
         return self._run_read(body, out, parts, nbytes, timeout, async_op)
 
     def read_batch(self, pieces: Pieces, *, timeout: float | None = None, async_op: bool = False) -> Any:

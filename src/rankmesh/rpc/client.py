@@ -20,9 +20,9 @@ import msgspec
 from rankmesh.buffers import readable, writable
 from rankmesh.codec import unpack_plain
 from rankmesh.endpoint.outbound import JOIN_BYTES, SEND_COST
+from rankmesh.endpoint.requests import Asking
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.transfers import Send, SendState
-from rankmesh.endpoint.work import Work
 from rankmesh.errors import (
     BusyError,
     CancelledError,
@@ -106,12 +106,11 @@ def _check_free(router: Router, what: str, name: str) -> None:
         )
 
 
-class Outgoing(Work[Any]):
+class Outgoing(Asking[Any]):
     """What a call and a stream have in common: a request sent under an ident, and replies to it."""
 
     what = "call of"
     tag: int | None = None
-    ident = 0
     _carrier: Carrier | None = None
 
     def __init__(self, router: Router, name: str, timeout: float) -> None:
@@ -126,9 +125,6 @@ class Outgoing(Work[Any]):
     @property
     def op(self) -> str:  # type: ignore[override]  # a text that only errors need
         return _op(self.what, self.name)
-
-    def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
-        raise NotImplementedError
 
     def send(self, parts: list[Part], nbytes: int) -> None:
         """Send the request. With the lock."""
@@ -262,19 +258,8 @@ class Call(Outgoing):
         """Send it and wait for the result."""
         with self._engine:
             self.send(self._parts, self._nbytes)
-            self.wait_with_lock()
+            self.await_reply()
         return self.outcome()
-
-    def wait_with_lock(self) -> None:
-        """Look for the reply, and then drive until it is there. With the lock."""
-        if not self.finished and self.hint is not None:
-            try:
-                self.hint.await_reply(self)
-            except BaseException:
-                self._interrupted()
-                raise
-        if not self.finished:
-            self.await_end(None)
 
     def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
         plain = service == SERVICE and len(payload) > _REPLY_BYTES and _head_of(payload) == _PLAIN_RESULT
@@ -416,7 +401,7 @@ def call_plain(router: Router, name: str, body: bytes, timeout: float, learn: Ca
                 router.requests.pop(ident, None)
                 raise
         call.hint = router.inbound.direct
-        call.wait_with_lock()
+        call.await_reply()
     finally:
         engine.lock.release()
         if engine.deferred or engine.contenders:
