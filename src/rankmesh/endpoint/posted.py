@@ -17,7 +17,7 @@ less than a system call for each of them. All methods need the engine's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from rankmesh.endpoint.lanes import Cursor
 from rankmesh.errors import ProtocolError
@@ -37,10 +37,20 @@ class Joining(Protocol):
     def joining(self) -> memoryview: ...
 
 
+@runtime_checkable
+class Scattering(Protocol):
+    """Many small views which know a faster way to be filled than one by one."""
+
+    def __iter__(self) -> Iterator[memoryview]: ...
+    def put(self, at: int, data: memoryview) -> None:
+        """Put `data` at byte `at` of them all."""
+        ...
+
+
 class Posted:
     """A place for so many bytes. `done(whole)` is called once: at the last byte, or when the sender gives up."""
 
-    __slots__ = ("_arrivals", "_at", "_done", "_part", "_parts", "_staged", "got", "ident", "nbytes")
+    __slots__ = ("_arrivals", "_at", "_done", "_part", "_parts", "_put", "_staged", "got", "ident", "nbytes")
 
     def __init__(
         self,
@@ -56,6 +66,7 @@ class Posted:
         self.nbytes = nbytes
         self.got = 0
         self._parts: Iterator[memoryview] | None = None if parts is None else iter(parts)
+        self._put = parts.put if isinstance(parts, Scattering) else None
         self._part = memoryview(b"")
         self._at = 0
         self._staged: memoryview | None = None
@@ -75,6 +86,9 @@ class Posted:
         """Where the next bytes go; None: nowhere."""
         if self._parts is None:
             return None
+        if self._put is not None:
+            self._staged = self._arrivals.staging()[:nbytes]
+            return self._staged
         if self._at == len(self._part):
             self._next_part()
         at = self._at
@@ -88,7 +102,10 @@ class Posted:
         """They are there."""
         staged, self._staged = self._staged, None
         if staged is not None and self._parts is not None:
-            self._spread(staged)
+            if self._put is not None:
+                self._put(self.got, staged)
+            else:
+                self._spread(staged)
         self.got += nbytes
         if self.got == self.nbytes:
             self._arrivals.forget(self.ident)

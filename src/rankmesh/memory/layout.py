@@ -11,7 +11,7 @@ import itertools
 import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -73,6 +73,45 @@ class Rows:
     def __iter__(self) -> Iterator[memoryview]:
         flat, nbytes = self._flat, self._nbytes
         return (flat[start : start + nbytes] for start in self._starts)
+
+
+class Pages:
+    """Pieces of one size in a region, which are filled without a step in Python for each: pages of a cache."""
+
+    #: It pays from so many on, and for pieces up to this size.
+    FEWEST: Final = 8
+    LARGEST: Final = 64 * 1024
+
+    __slots__ = ("_flat", "_nbytes", "_starts")
+
+    def __init__(self, flat: memoryview, starts: np.ndarray[Any, np.dtype[np.intp]], nbytes: int) -> None:
+        self._flat = flat
+        self._starts = starts
+        self._nbytes = nbytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        starts = self._starts
+        return map(self._flat.__getitem__, map(slice, starts.tolist(), (starts + self._nbytes).tolist()))
+
+    def put(self, at: int, data: memoryview) -> None:
+        """Put `data` at byte `at` of them all. The first and the last page may be met in part."""
+        nbytes, flat = self._nbytes, self._flat
+        page, within = divmod(at, nbytes)
+        if within:
+            start = int(self._starts[page]) + within
+            first = min(nbytes - within, len(data))
+            flat[start : start + first] = data[:first]
+            data, page = data[first:], page + 1
+        whole, rest = divmod(len(data), nbytes)
+        if whole:
+            # every place where a page could begin, as a row: nothing is copied for it
+            source = np.frombuffer(flat, np.uint8)
+            rows = np.lib.stride_tricks.as_strided(source, (len(flat) - nbytes + 1, nbytes), (1, 1))
+            pages = np.frombuffer(data[: whole * nbytes], np.uint8).reshape(whole, nbytes)
+            rows[self._starts[page : page + whole]] = pages
+        if rest:
+            start = int(self._starts[page + whole])
+            flat[start : start + rest] = data[whole * nbytes :]
 
 
 Views = tuple[memoryview, ...] | Rows
@@ -223,9 +262,9 @@ class Batch:
         later, while the request is on its way."""
         pieces = list(pieces)
         try:
-            data, offsets = zip(*pieces, strict=True)
+            data = [each for each, _ in pieces]
             table = np.empty((len(data), 2), np.int64)
-            table[:, 0] = np.fromiter(map(operator.index, offsets), np.int64, len(data))
+            table[:, 0] = np.fromiter((operator.index(offset) for _, offset in pieces), np.int64, len(data))
             table[:, 1] = [each.nbytes for each in data]
         except OverflowError:
             raise self._outside("pieces at offsets beyond 64 bits") from None

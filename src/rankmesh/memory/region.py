@@ -18,6 +18,7 @@ from rankmesh.endpoint.peer import Peer
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import RankmeshError, StaleRegion, UsageError
+from rankmesh.memory.layout import Pages
 from rankmesh.memory.protocol import (
     BLOCK_BYTES,
     CELL,
@@ -207,8 +208,11 @@ class Region:
         self._check_table(table, ask.nbytes)
         if strided:
             return self._blocks(table.tolist())
-        starts, ends = table[:, 0], table[:, 0] + table[:, 1]
-        return map(self.view.__getitem__, map(slice, starts.tolist(), ends.tolist()))
+        starts, lengths = table[:, 0], table[:, 1]
+        length = int(lengths[0]) if len(lengths) else 0
+        if len(lengths) >= Pages.FEWEST and 0 < length <= Pages.LARGEST and (lengths == length).all():
+            return Pages(self.view, starts.astype(np.intp), length)
+        return map(self.view.__getitem__, map(slice, starts.tolist(), (starts + lengths).tolist()))
 
     def _check(self, offset: int, nbytes: int) -> None:
         if offset + nbytes > self.nbytes:

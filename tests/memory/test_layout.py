@@ -1,0 +1,54 @@
+"""Pieces of a region, as they are filled: pure functions over memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankmesh import UsageError
+from rankmesh.memory.layout import Later, Pages
+
+REGION = 4096
+
+
+@given(
+    length=st.integers(1, 100),
+    starts=st.lists(st.integers(0, REGION - 100), min_size=1, max_size=40),
+    cuts=st.sets(st.integers(0, 4000), max_size=6),
+)
+def test_pages_are_filled_as_one_by_one(length: int, starts: list[int], cuts: set[int]) -> None:
+    """However the stream is cut, and also where pages overlap: the bytes that come last count."""
+    total = length * len(starts)
+    data = np.random.default_rng(total).integers(0, 256, total, np.uint8)
+    expected, region = np.zeros(REGION, np.uint8), np.zeros(REGION, np.uint8)
+    for number, start in enumerate(starts):
+        expected[start : start + length] = data[number * length : (number + 1) * length]
+    pages = Pages(region.data, np.array(starts, np.intp), length)
+    edges = sorted({0, total, *(cut for cut in cuts if cut < total)})
+    for at, end in itertools.pairwise(edges):
+        pages.put(at, data[at:end].data)
+    assert np.array_equal(region, expected)
+    assert [view.nbytes for view in pages] == [length] * len(starts)
+
+
+def test_views_are_made_when_they_are_asked_for() -> None:
+    arrays = [np.full(8, number, np.float64) for number in range(5)]
+    later = Later(arrays, 5 * 64, writes=True)
+    for number, view in enumerate(later):
+        assert view.nbytes == 64
+        view[:] = bytes(64)
+        assert not arrays[number].any()
+    table = np.arange(12, dtype=np.int16).reshape(3, 4)
+    assert b"".join(Later([table[:, 1], table[0]], 14, writes=False)) == table[:, 1].tobytes() + table[0].tobytes()
+
+
+@pytest.mark.parametrize(
+    "data", [np.array([object()]), np.frombuffer(bytes(8), np.uint8)], ids=["references", "read-only"]
+)
+def test_memory_that_cannot_be_read_into_is_refused(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    with pytest.raises(UsageError):
+        Later([data], data.nbytes, writes=True).make()
