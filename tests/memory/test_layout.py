@@ -35,6 +35,20 @@ def test_pages_are_filled_as_one_by_one(length: int, starts: list[int], cuts: se
     assert [view.nbytes for view in pages] == [length] * len(starts)
 
 
+@given(length=st.integers(1, 100), pages=st.lists(st.integers(0, 39), max_size=60), room=st.integers(0, 500))
+def test_pages_at_multiples_of_their_size_are_copied_together(length: int, pages: list[int], room: int) -> None:
+    region = np.random.default_rng(length).integers(0, 256, 40 * length + 7, np.uint8)
+    run = Pages(region.data, np.array(pages, np.intp) * length, length)
+    got, out = b"", memoryview(bytearray(room))
+    while nbytes := run.take(len(got), out):
+        got += out[:nbytes]
+    assert got == (b"".join(run) if room >= length else b"")
+
+
+def test_pages_elsewhere_are_not() -> None:
+    assert Pages(memoryview(bytes(100)), np.array([0, 16, 33], np.intp), 16).take(0, memoryview(bytearray(64))) == 0
+
+
 def test_views_are_made_when_they_are_asked_for() -> None:
     arrays = [np.full(8, number, np.float64) for number in range(5)]
     later = Later(arrays, 5 * 64, writes=True)

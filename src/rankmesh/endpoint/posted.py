@@ -38,12 +38,17 @@ class Joining(Protocol):
 
 
 @runtime_checkable
-class Scattering(Protocol):
-    """Many small views which know a faster way to be filled than one by one."""
+class Run(Protocol):
+    """Many small views which know a faster way to be filled and copied than one by one."""
 
     def __iter__(self) -> Iterator[memoryview]: ...
     def put(self, at: int, data: memoryview) -> None:
         """Put `data` at byte `at` of them all."""
+        ...
+
+    def take(self, at: int, into: memoryview) -> int:
+        """Copy from byte `at` of them all on, at most as much as `into` holds. How many bytes that were; 0 if there is
+        no faster way, or nothing left."""
         ...
 
 
@@ -66,7 +71,7 @@ class Posted:
         self.nbytes = nbytes
         self.got = 0
         self._parts: Iterator[memoryview] | None = None if parts is None else iter(parts)
-        self._put = parts.put if isinstance(parts, Scattering) else None
+        self._put = parts.put if isinstance(parts, Run) else None
         self._part = memoryview(b"")
         self._at = 0
         self._staged: memoryview | None = None
@@ -154,10 +159,20 @@ class Outflow:
         self.sent = 0
         self._cursor = Cursor(parts)
         self._outbound = outbound
+        self._take = parts.take if isinstance(parts, Run) else None
+        #: Bytes that were handed out by `_take`.
+        self._taken = 0
 
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
         """Parts that the link would take too long over are joined, in memory that is used again for the next frame:
         this one has left when it is asked for that."""
+        if self._take is not None:
+            joined, offset = self._outbound.joining(), self._taken
+            nbytes = self._take(offset, joined[:limit])
+            self._taken += nbytes
+            if nbytes or offset:
+                return offset, [joined[:nbytes]] if nbytes else []
+            self._take = None
         cursor = self._cursor
         offset, pieces = cursor.next_piece(limit)
         if len(pieces) < 2 or cursor.offset - offset >= self._outbound.join_below * len(pieces):

@@ -76,18 +76,19 @@ class Rows:
 
 
 class Pages:
-    """Pieces of one size in a region, which are filled without a step in Python for each: pages of a cache."""
+    """Pieces of one size in a region, filled and copied without a step in Python for each: pages of a cache."""
 
     #: It pays from so many on, and for pieces up to this size.
     FEWEST: Final = 8
     LARGEST: Final = 64 * 1024
 
-    __slots__ = ("_flat", "_nbytes", "_starts")
+    __slots__ = ("_aligned", "_flat", "_nbytes", "_starts")
 
     def __init__(self, flat: memoryview, starts: np.ndarray[Any, np.dtype[np.intp]], nbytes: int) -> None:
         self._flat = flat
         self._starts = starts
         self._nbytes = nbytes
+        self._aligned: bool | None = None
 
     def __iter__(self) -> Iterator[memoryview]:
         starts = self._starts
@@ -112,6 +113,22 @@ class Pages:
         if rest:
             start = int(self._starts[page + whole])
             flat[start : start + rest] = data[whole * nbytes :]
+
+    def take(self, at: int, into: memoryview) -> int:
+        """Copy whole pages from byte `at` of them all on. 0: they do not lie at multiples of their size, are too large
+        for `into`, or there are no more."""
+        nbytes, flat = self._nbytes, self._flat
+        page = at // nbytes
+        starts = self._starts[page : page + len(into) // nbytes]
+        if self._aligned is None:
+            self._aligned = not (self._starts % nbytes).any()
+        if not len(starts) or not self._aligned:
+            return 0
+        grid = np.frombuffer(flat, np.uint8, len(flat) // nbytes * nbytes).reshape(-1, nbytes)
+        copied = into[: len(starts) * nbytes]
+        out = np.frombuffer(copied, np.uint8).reshape(-1, nbytes)
+        np.take(grid, starts // nbytes, axis=0, out=out, mode="clip")  # they were checked; other modes copy twice
+        return len(copied)
 
 
 Views = tuple[memoryview, ...] | Rows
