@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from rankmesh.endpoint.router import Router
-from rankmesh.memory.protocol import DONE, REQUEST, SERVICE, Ask, Bit, Description, Event, Why, encode
+from rankmesh.memory.protocol import DONE, KEY_LIMIT, REQUEST, SERVICE, Ask, Bit, Description, Event, Why, encode
 from rankmesh.memory.region import Refusal, Region
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Finder:
                 self._reply(router, ident, encode(Event(kind, region.describe())))
 
     def _on_open(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
-        name = _text(payload[_HEAD : _HEAD + ask.key])
+        name = _text(key_of(ask, payload))
         region = self.regions.get(name)
         if region is not None:
             self._answer_open(router, ident, region, ask.bits)
@@ -95,7 +95,7 @@ class Finder:
             region.shared.closed_by(router)
 
     def _on_rail(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
-        ticket = bytes(payload[_HEAD : _HEAD + ask.key])
+        ticket = key_of(ask, payload)
         if not ticket:
             ticket = self._tickets.setdefault(router.index, secrets.token_bytes(16))
             self._ticket_of[ticket] = router
@@ -145,7 +145,16 @@ class Finder:
         self._main = {rail: main for rail, main in self._main.items() if main is not router}
 
 
-def _text(name: memoryview) -> str:
+def key_of(ask: Ask, payload: memoryview) -> bytes:
+    """The key or name that a request brings: owners keep it. Raises Refusal for one that is too long, or not all
+    there."""
+    key = bytes(payload[_HEAD : _HEAD + min(ask.key, KEY_LIMIT)])
+    if len(key) != ask.key:
+        raise Refusal(Why.INVALID, f"it names {ask.key} bytes of a key; at most {KEY_LIMIT}, and all of them, can be")
+    return key
+
+
+def _text(name: bytes) -> str:
     try:
         return str(name, "utf-8", "surrogatepass")
     except UnicodeDecodeError:
