@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -192,7 +193,7 @@ class Batch:
             return self
         sizes = list(map(len, parts))
         try:
-            table = np.array((offsets, sizes), np.int64)
+            table = np.array([np.frombuffer(array("q", numbers), np.int64) for numbers in (offsets, sizes)])
         except OverflowError:
             raise self._outside(f"pieces at {min(offsets)} … {max(offsets)}") from None
         bad = (table[0] < 0) | (table[0] > self._most - table[1])
