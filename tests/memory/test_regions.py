@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from rankmesh import (
     UsageError,
 )
 from rankmesh.config import MIB
-from rankmesh.memory import watching
+from rankmesh.memory import finding, watching
 from rankmesh.testing.world import run_world
 from regions import Sides, Uses, open_sides
 from timing import wait_until
@@ -382,6 +382,41 @@ def test_a_watcher_that_is_behind_is_told_and_forgotten(near: Sides, monkeypatch
     assert [watch.next().info.name, watch.next().info.name] == ["a", "b"]
     with pytest.raises(BusyError, match="events"):
         watch.next()
+
+
+@pytest.mark.parametrize("close", [Endpoint.close, Endpoint.abort])
+def test_an_owner_that_closes_takes_its_memory_back(tcp: Medium, close: Callable[[Endpoint], None]) -> None:
+    """Also from a write under way, whose bytes will never come."""
+    with open_sides(tcp) as sides:
+        memory = mmap.mmap(-1, 64 * MIB)
+        region = sides.register(memory)
+        remote = sides.peer.open("kv")
+        works = [remote.write(bytes(64 * MIB), async_op=True), remote.read(bytearray(64 * MIB), async_op=True)]
+        wait_until(lambda: region.moving or all(work.done() for work in works), 10)
+        close(sides.owner)
+        region.unregister(timeout=SOON)
+        assert region.idle
+        for work in works:
+            try:
+                work.result(SOON)
+            except PeerLost:  # or it was done before
+                pass
+        memory.close()
+
+
+def test_a_wrong_name_is_compared_with_some_names_only(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "COMPARED", 5)
+    for at in range(10):
+        near.register(bytearray(1), f"kv{at}")
+    with pytest.raises(RegionNotFound) as caught:
+        near.peer.open("kv8x")
+    assert set(caught.value.nearest) < {f"kv{at}" for at in range(5)}
+
+
+def test_an_allow_list_is_no_text(near: Sides) -> None:
+    with pytest.raises(UsageError, match=r"\['user'\]"):
+        near.register(bytearray(1), allow="user")
+    assert near.owner.memory.regions == {}
 
 
 def test_one_of_two_that_register_a_name_at_once(near: Sides) -> None:

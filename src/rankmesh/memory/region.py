@@ -149,6 +149,8 @@ class Region:
 
     def allow(self, who: Iterable[Peer | int | str] | None) -> None:
         """Only these may open and use the region from now on (None: everybody): Peers, ranks, or names of peers."""
+        if isinstance(who, str):
+            raise UsageError(f"allow= is a list of Peers, ranks or names, not the text {who!r}. Pass [{who!r}].")
         chosen = None if who is None else frozenset(_identify(one) for one in who)
         with self.server.engine:
             self.allowed = chosen

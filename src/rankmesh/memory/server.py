@@ -409,6 +409,8 @@ class MemoryServer(Finder):
 
     def free(self) -> None:
         """The endpoint is closed. Nobody can come any more; who is writing through a mapping finds that it is gone."""
+        for moving in [moving for transfers in self._moving.values() for moving in transfers.values()]:
+            self.ended(moving)
         for region in (*self.regions.values(), *self._retiring):
             if region.shared is not None:
                 region.shared.revoke()
