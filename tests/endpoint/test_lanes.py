@@ -253,3 +253,10 @@ def test_frame_forgets_what_is_gone(count: int) -> None:
     one.advance(count)
     assert b"".join(one.buffers) == whole[count:]
     assert one.nbytes == len(whole) - count
+
+
+def test_a_cursor_steps_over_any_number_of_empty_buffers() -> None:
+    cursor = Cursor([memoryview(b"")] * 300_000 + [memoryview(b"ab")] + [memoryview(b"")] * 300_000)
+    offset, pieces = cursor.next_piece(10)
+    assert (offset, b"".join(pieces)) == (0, b"ab")
+    assert cursor.next_piece(10) == (2, [])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from forked import Child
 from peers import BRIEFLY, SOON, Call, Medium, blank, pattern, router_of
-from rankmesh import AccessDenied, DeadlineError, OutOfBounds, StaleRegion, UsageError
+from rankmesh import AccessDenied, ClosedError, DeadlineError, OutOfBounds, StaleRegion, UsageError
 from rankmesh.memory.mapping import PIECE_BYTES, Mapping, SharedMemory
+from rankmesh.memory.operations import Query
 from regions import Sides, Uses, open_sides
 from timing import wait_until
 
@@ -107,9 +110,12 @@ def test_nobody_maps_what_is_not_allowed(near: Sides) -> None:
     region.allow([])
     attempts: Uses = (lambda: remote.write(b"y"), lambda: remote.read(bytearray(1)))
     for use in attempts:
-        with pytest.raises(StaleRegion, match="forbidden"):
+        with pytest.raises(AccessDenied, match="forbidden"):
             use()
     assert bytes(region.array[:1]) == b"x"
+    region.allow([near.back])
+    remote.write(b"z")
+    assert near.peer.open("kv").read(bytearray(1)) == b"z"
 
 
 def test_a_stale_mapping_is_not_used(near: Sides) -> None:
@@ -182,6 +188,88 @@ def test_handles_share_a_mapping_and_give_it_back(near: Sides) -> None:
     assert third.mapped
     third.write(b"z")
     assert bytes(region.array[:1]) == b"z"
+
+
+def test_a_handle_closed_in_the_middle_of_a_write(near: Sides) -> None:
+    """Its words stay its own until the write is over: they are what `unregister` waits for."""
+    region = near.owner.memory.allocate("kv", 2 * PIECE_BYTES)
+    remote = near.peer.open("kv")
+    mapping = remote._mapping
+    assert mapping is not None
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(b"1" * PIECE_BYTES)
+        remote.close()
+        remote.read(bytearray(8))  # the owner has heard of it
+        with pytest.raises(DeadlineError):
+            region.unregister(timeout=BRIEFLY)
+        yield memoryview(b"2" * PIECE_BYTES)
+
+    with pytest.raises(StaleRegion):
+        mapping.write(parts(), [mapping.view(0, 2 * PIECE_BYTES)], 1e18)
+    region.unregister(timeout=SOON)
+
+
+def test_a_handle_closed_while_another_is_opened(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer names the words of the mapping that is closed meanwhile."""
+    region = near.owner.memory.allocate("kv", 8)
+    first = near.peer.open("kv")
+    complete = Query.complete
+
+    def then_close(query: Query) -> Any:
+        answer = complete(query)
+        first.close()
+        return answer
+
+    monkeypatch.setattr(Query, "complete", then_close)
+    second = near.peer.open("kv")
+    assert not first.mapped
+    assert second.mapped
+    second.write(b"x")
+    assert bytes(region.array[:1]) == b"x"
+    second.close()
+    wait_until(lambda: region.shared is not None and not region.shared.mapped_by(router_of(near.back)), 10)
+
+
+def test_mappings_of_regions_that_are_gone_are_let_go(near: Sides) -> None:
+    handles = []
+    for name in ("a", "b", "c"):
+        region = near.owner.memory.allocate(name, 8)
+        handles.append(near.peer.open(name))
+        region.unregister(timeout=SOON)
+    (flow,) = near.user.memory._flows.values()
+    assert [mapping._name for mapping in flow._mappings.values()] == ["c"], "those before it went when it was opened"
+    for handle in handles:
+        with pytest.raises(StaleRegion):
+            handle.write(b"x")
+
+
+def test_numpy_offsets_do_not_overflow(near: Sides) -> None:
+    near.owner.memory.allocate("kv", 64)
+    remote = near.peer.open("kv")
+    offsets: tuple[Any, ...] = (np.int64(2**63 - 1), np.uint64(2**64 - 1), np.int64(57))
+    for offset in offsets:
+        with pytest.raises(OutOfBounds):
+            remote.read(bytearray(8), offset)
+        with pytest.raises(OutOfBounds):
+            remote.write(bytes(8), offset)
+
+
+def test_a_forked_child_copies_nothing(near: Sides) -> None:
+    """Its copy of the handle would write under the parent's words."""
+    region = near.owner.memory.allocate("kv", 8)
+    remote = near.peer.open("kv")
+
+    def child() -> None:
+        attempts: Uses = (lambda: remote.read(bytearray(1)), lambda: remote.write(b"y"))
+        for use in attempts:
+            with pytest.raises(ClosedError, match="fork"):
+                use()
+
+    with Child(child):
+        pass
+    remote.write(b"x")
+    assert bytes(region.array[:1]) == b"x"
 
 
 def test_a_lost_writer_holds_up_nobody(same_host: Medium) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peers import BRIEFLY, FAULTY, SOON, Call, blank, is_blank, pattern, router_of
-from rankmesh import CancelledError, DeadlineError, PeerLost, StaleRegion, Work
+from peers import BRIEFLY, FAULTY, SOON, Call, Medium, blank, is_blank, pattern, router_of
+from rankmesh import BusyError, CancelledError, DeadlineError, PeerLost, StaleRegion, UsageError, Work
 from rankmesh.config import KIB, MIB
 from rankmesh.testing.faults import FaultLink, FaultTransport
 from regions import Sides, open_sides
@@ -107,6 +107,89 @@ def test_a_write_given_up_before_it_arrives(sides: Sides, faults: FaultTransport
     out = blank(LARGE)
     remote.read(out)
     assert ((memory == 0) | (memory == np.resize(sent, LARGE))).all(), "what was applied is what was given"
+
+
+def test_a_write_given_up_before_its_request_has_left(sides: Sides, faults: FaultTransport, give_up: GiveUp) -> None:
+    """The request leaves later, and the owner must not wait for bytes that will never come."""
+    memory = np.zeros(LARGE, np.uint8)
+    region = sides.register(memory)
+    remote = sides.peer.open("kv")
+    link = link_of(faults, owner=False)
+    link.stall()
+    give_up(remote.write_batch([(bytes(100), 100 * at) for at in range(2000)], async_op=True))
+    link.resume()
+    remote.read(blank(8))
+    wait_until(lambda: region.idle, 10, "the end of the write")
+    region.unregister(timeout=SOON)
+
+
+def test_giving_up_where_nothing_more_can_be_said(faults: FaultTransport) -> None:
+    """The queue of requests is full: the cancelled read ends all the same."""
+    with open_sides(FAULTY, rpc_send_bytes=MIB) as sides:
+        sides.register(pattern(LARGE))
+        remote = sides.peer.open("kv")
+        link_of(faults, owner=False).stall()
+        out = blank(LARGE)
+        read = remote.read(out, async_op=True)
+        works = []
+        for nbytes in (14_000, 1):
+            with pytest.raises(BusyError):  # noqa: PT012  # sometime
+                while True:
+                    works.append(remote.write(bytes(nbytes), async_op=True))
+        assert read.cancel() is True
+        with pytest.raises(CancelledError):
+            read.result()
+        link_of(faults, owner=False).resume()
+        for work in works:
+            work.wait(SOON)
+        wait_until(lambda: nothing_remains(sides), 10)
+        assert is_blank(out)
+
+
+def test_a_read_that_could_not_be_sent_leaves_nothing(tcp: Medium) -> None:
+    with open_sides(tcp, max_rpc_bytes=MIB) as sides:
+        sides.register(pattern(LARGE))
+        remote = sides.peer.open("kv")
+        out = blank(LARGE)
+        with pytest.raises(UsageError, match="max_rpc_bytes"):
+            remote.read_batch([(out[at : at + 1], at) for at in range(100_000)])
+        assert nothing_remains(sides)
+        assert router_of(sides.peer).arrivals.posted == {}
+
+
+@pytest.mark.parametrize("got", [0, 1, 3 * MIB])
+def test_a_read_through_rings_given_up_in_the_middle(same_host: Medium, got: int) -> None:
+    """Pieces that are taken from a ring go straight to their place: not to that of one who has given up."""
+    with open_sides(same_host) as sides:
+        memory = pattern(HUGE)
+        sides.register(memory)
+        remote = sides.peer.open("kv")
+        assert not remote.mapped
+        out = blank(HUGE)
+        work = remote.read(out, async_op=True)
+        wait_until(lambda: work.done() or next(iter(router_of(sides.peer).arrivals.posted.values())).got >= got, 10)
+        if work.cancel():
+            out[:] = 0xA5
+            small = blank(64)
+            remote.read(small, 64)
+            assert (small == memory[64:128]).all()
+            wait_until(lambda: nothing_remains(sides), 10)
+            assert is_blank(out)
+
+
+def test_unregister_can_be_repeated_by_name(sides: Sides, faults: FaultTransport) -> None:
+    sides.register(pattern(HUGE))
+    remote = sides.peer.open("kv")
+    user = link_of(faults, owner=False)
+    user.stall(after_bytes=user.sent + MIB)
+    writing = remote.write(pattern(LARGE), async_op=True)
+    wait_until(lambda: sides.owner.memory.stats()["transfers"] == 1, 10)
+    with pytest.raises(DeadlineError, match="abort=True"):
+        sides.owner.memory.unregister("kv", timeout=BRIEFLY)
+    sides.owner.memory.unregister("kv", abort=True, timeout=SOON)
+    user.resume()
+    with pytest.raises(StaleRegion):
+        writing.wait(SOON)
 
 
 def test_unregister_waits_for_transfers(sides: Sides, faults: FaultTransport) -> None:

@@ -59,6 +59,7 @@ class Place:
     def __init__(self, owner: Endpoint, region: Region, raw: Raw, genuine: Peer) -> None:
         self.owner, self.region, self.raw, self.genuine = owner, region, raw, genuine
         self.generation = region.generation
+        self.private = owner.memory.regions["private"].generation
 
     def request(
         self,
@@ -147,6 +148,26 @@ REFUSED: dict[str, tuple[Case, Why]] = {
         Why.INVALID),
     "rows of nothing, for ever": (
         lambda p: p.request(Op.READ, Bit.BATCH | Bit.STRIDED, 0, 1, 0, 8) + pieces(0, 0, 0, MOST), Why.INVALID),
+    "rows of nothing beside some": (
+        lambda p: p.request(Op.READ, Bit.BATCH | Bit.STRIDED, 0, 2, 0, 8) + pieces(0, 8, 0, 1, 0, 0, 0, 8),
+        Why.INVALID),
+    "batch of what is not allowed": (
+        lambda p: p.request(Op.WRITE, Bit.BATCH, 0, 1, 0, 2, p.private) + pieces(0, 2) + b"xx", Why.DENIED),
+    "streamed read of what is not allowed": (
+        lambda p: p.request(Op.READ, Bit.STREAMED, nbytes=NBYTES, generation=p.private), Why.DENIED),
+    "streamed write of what is not allowed": (
+        lambda p: p.request(Op.WRITE, Bit.STREAMED, nbytes=NBYTES, generation=p.private), Why.DENIED),
+    "cell of what is not allowed": (
+        lambda p: p.request(Op.FETCH_ADD, nbytes=8, generation=p.private) + pieces(1), Why.DENIED),
+    "swap of what is not allowed": (
+        lambda p: p.request(Op.COMPARE_AND_SWAP, nbytes=8, generation=p.private) + pieces(0, 1), Why.DENIED),
+    "notification of what is not allowed": (
+        lambda p: p.request(Op.NOTIFY, Bit.NOTIFY, 2, generation=p.private) + b"sx", Why.DENIED),
+    "notification with a long key": (lambda p: p.request(Op.NOTIFY, Bit.NOTIFY, 256) + b"s" * 256, Why.INVALID),
+    "notification with a key beyond its end": (lambda p: p.request(Op.NOTIFY, Bit.NOTIFY, 200) + b"xx", Why.INVALID),
+    "streamed write with a long key": (
+        lambda p: p.request(Op.WRITE, Bit.STREAMED | Bit.NOTIFY, 60_000, nbytes=9) + b"s" * 60_000, Why.INVALID),
+    "open of a long name": (lambda p: p.request(Op.OPEN, Bit.WAIT, 256) + b"n" * 256, Why.INVALID),
     "cell that is not aligned": (lambda p: p.request(Op.FETCH_ADD, offset=4, nbytes=8) + pieces(1), Why.INVALID),
     "cell past the end": (lambda p: p.request(Op.FETCH_ADD, offset=NBYTES, nbytes=8) + pieces(1), Why.BOUNDS),
     "cell without a value": (lambda p: p.request(Op.FETCH_ADD, nbytes=8), Why.INVALID),
@@ -240,3 +261,19 @@ def test_requests_that_wait_for_a_region_are_bounded(place: Place) -> None:
     assert place.raw.refused() == Why.BUSY
     place.raw.sock.close()
     wait_until(lambda: not place.owner.memory._server._awaited, 10)
+
+
+def test_an_answer_that_leaves_late_is_of_its_time(place: Place) -> None:
+    """One that asks for much and reads nothing: what it is sent once the region is taken back was read before."""
+    memory = pattern(60_000, 1)
+    region = place.owner.memory.register("brief", memory)
+    place.raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 256 << 10)
+    served = place.owner.memory.stats()["served"]
+    count = 0
+    while not any(router.outbound.blocked for router in place.owner.hub.routers.values()):
+        count += 1
+        place.raw.ask(place.request(Op.READ, nbytes=len(memory), generation=region.generation))
+        wait_until(lambda: place.owner.memory.stats()["served"] == served + count, 10)  # noqa: B023  # called here
+    region.unregister(timeout=SOON)
+    memory[:] = 7
+    assert all(place.raw.hear()[1] == pattern(60_000, 1).tobytes() for _ in range(count))

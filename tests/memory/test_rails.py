@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from peers import FAULTY, SOON, Medium, blank, pattern
+from peers import FAULTY, SOON, Call, Medium, blank, pattern
 from rankmesh import AccessDenied, ClosedError, Config, ConfigError, DeadlineError, PeerLost, StaleRegion
 from rankmesh.config import MIB
 from rankmesh.memory.rails import STRIPED_FROM, shares
@@ -47,6 +48,23 @@ def test_striped_transfers(sides: Sides) -> None:
     assert len(sides.owner.peers) == 1, "rails are nobody's peers"
     with pytest.raises(DeadlineError):
         sides.owner.accept(timeout=0.01)
+    routers = [router for router in sides.owner.hub.routers.values() if router.peer.rail]
+    assert len(routers) == sides.owner.config.rails - 1
+
+
+def test_threads_that_need_rails_at_once_share_them(sides: Sides) -> None:
+    sides.register(pattern(SIZE))
+    remote = sides.peer.open("kv")
+    together = threading.Barrier(4)
+
+    def read() -> bool:
+        out = blank(SIZE)
+        together.wait(SOON)
+        remote.read(out)
+        return bool((out == pattern(SIZE)).all())
+
+    calls = [Call(read) for _ in range(4)]
+    assert all(call.result() for call in calls)
     routers = [router for router in sides.owner.hub.routers.values() if router.peer.rail]
     assert len(routers) == sides.owner.config.rails - 1
 

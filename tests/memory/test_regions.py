@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,21 @@ import pytest
 from peers import BRIEFLY, SOON, Call, Medium, pattern
 from rankmesh import (
     AccessDenied,
+    BusyError,
     ClosedError,
     DeadlineError,
     Endpoint,
+    OutOfBounds,
     PeerLost,
     RegionNotFound,
     StaleRegion,
     UsageError,
 )
+from rankmesh.config import MIB
+from rankmesh.memory import finding, watching
 from rankmesh.testing.world import run_world
 from regions import Sides, Uses, open_sides
+from timing import wait_until
 
 
 @pytest.fixture
@@ -302,6 +308,138 @@ def test_unregister_gives_the_name_and_the_memory_back(near: Sides) -> None:
     with pytest.raises(UsageError, match="no region 'kv'"):
         near.owner.memory.unregister("kv")
     near.register(bytearray(8))
+
+
+def test_memory_is_let_go_after_all_kinds_of_use(sides: Sides) -> None:
+    """Nothing here refers to it after `unregister`: an mmap that something refers to cannot be closed."""
+    memory = mmap.mmap(-1, 4 * MIB)
+    region = sides.register(memory)
+    remote = sides.peer.open("kv")
+    large, small = bytearray(3 * MIB), bytearray(100)
+    remote.write(large, 4096)
+    remote.read(large, 8192)
+    remote.read(small)
+    remote.write(small)
+    remote.read_batch([(small, at) for at in range(0, 64_000, 100)])
+    remote.write_batch([(small, at) for at in range(0, 64_000, 100)], notify="all")
+    region.wait_notification("all", SOON)
+    remote.fetch_add(8, 1)
+    for begin in (remote.write, remote.read):
+        work = begin(large, async_op=True)
+        work.cancel()
+    region.unregister(abort=True, timeout=SOON)
+    memory.close()
+    large.clear()  # nor can a buffer change its size that something refers to
+
+
+def test_a_refused_write_to_oneself_leaves_nothing(near: Sides) -> None:
+    near.register(bytes(MIB), access="r")
+    mine = near.owner.memory.open(near.owner, "kv")
+    for _ in range(3):
+        with pytest.raises(AccessDenied):
+            mine.write(bytes(MIB))
+    assert mine._flow.router.arrivals.posted == {}
+
+
+def test_the_owners_own_cells_are_checked(near: Sides) -> None:
+    region = near.register(np.zeros(4, np.int64))
+    for offset in (-8, 32, 1 << 70):
+        with pytest.raises(OutOfBounds):
+            region.fetch_add(offset, 1)
+    near.register(bytes(8), "r", access="r")
+    with pytest.raises(AccessDenied):
+        near.owner.memory.regions["r"].compare_and_swap(0, 0, 1)
+    assert not region.array.any()
+    with pytest.raises(UsageError, match="another endpoint"):
+        near.user.memory.unregister(region)
+    near.owner.close()
+    with pytest.raises(ClosedError):
+        _ = region.array
+    with pytest.raises(ClosedError):
+        region.fetch_add(0, 1)
+
+
+def test_keys_that_nobody_waits_for_are_forgotten(near: Sides) -> None:
+    region = near.register(bytearray(8))
+    remote = near.peer.open("kv")
+    for key in range(20):
+        with pytest.raises(DeadlineError):
+            region.wait_notification(key, 0.001)
+        awaited = [region.wait_notification(key, SOON, async_op=True) for _ in range(2)]
+        for work in awaited:
+            remote.write(b"x", notify=key)
+            assert work.result(SOON).key == key
+    assert region.waiters == {}
+    assert region.notices == {}
+
+
+def test_a_watcher_that_is_behind_is_told_and_forgotten(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "MAX_EVENTS", 2)
+    watch = near.user.memory.watch(near.peer)
+    for name in "abcd":
+        near.register(bytearray(1), name)
+    wait_until(lambda: not near.owner.memory._server._watchers, 10, "the end of the watch at its owner")
+    assert [watch.next().info.name, watch.next().info.name] == ["a", "b"]
+    with pytest.raises(BusyError, match="events"):
+        watch.next()
+
+
+@pytest.mark.parametrize("close", [Endpoint.close, Endpoint.abort])
+def test_an_owner_that_closes_takes_its_memory_back(tcp: Medium, close: Callable[[Endpoint], None]) -> None:
+    """Also from a write under way, whose bytes will never come."""
+    with open_sides(tcp) as sides:
+        memory = mmap.mmap(-1, 64 * MIB)
+        region = sides.register(memory)
+        remote = sides.peer.open("kv")
+        works = [remote.write(bytes(64 * MIB), async_op=True), remote.read(bytearray(64 * MIB), async_op=True)]
+        wait_until(lambda: region.moving or all(work.done() for work in works), 10)
+        close(sides.owner)
+        region.unregister(timeout=SOON)
+        assert region.idle
+        for work in works:
+            try:
+                work.result(SOON)
+            except PeerLost:  # or it was done before
+                pass
+        memory.close()
+
+
+def test_a_wrong_name_is_compared_with_some_names_only(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "COMPARED", 5)
+    for at in range(10):
+        near.register(bytearray(1), f"kv{at}")
+    with pytest.raises(RegionNotFound) as caught:
+        near.peer.open("kv8x")
+    assert set(caught.value.nearest) < {f"kv{at}" for at in range(5)}
+
+
+def test_an_allow_list_is_no_text(near: Sides) -> None:
+    with pytest.raises(UsageError, match=r"\['user'\]"):
+        near.register(bytearray(1), allow="user")
+    assert near.owner.memory.regions == {}
+
+
+def test_one_of_two_that_register_a_name_at_once(near: Sides) -> None:
+    together = threading.Barrier(8)
+
+    def register() -> bool:
+        together.wait(SOON)
+        try:
+            near.register(bytearray(8))
+        except UsageError:
+            return False
+        return True
+
+    calls = [Call(register) for _ in range(8)]
+    assert sum(call.result() for call in calls) == 1
+
+
+def test_offsets_of_a_batch_are_whole(near: Sides) -> None:
+    near.register(bytearray(64))
+    remote = near.peer.open("kv")
+    for offsets in ((0.5, 8), (8, 0.5)):
+        with pytest.raises(TypeError, match="float"):
+            remote.read_batch([(bytearray(8), offset) for offset in offsets])  # type: ignore[misc]  # on purpose
 
 
 def test_nothing_works_after_close(inproc: Medium) -> None:

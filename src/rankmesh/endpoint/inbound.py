@@ -104,6 +104,8 @@ class Inbound:
 
     def detach(self) -> list[Receive]:
         """Forget what was under way; the receives that waited for its bytes are returned."""
+        if self._link is not None:
+            self._parser.divert()  # it would refer to their memory as long as the peer is known
         self._link = None
         self.settle()
         self.direct = None

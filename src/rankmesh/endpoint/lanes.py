@@ -214,13 +214,15 @@ class Cursor:
 
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
         began, ahead = self.offset, self._ahead
-        ahead.extend(itertools.islice(self._parts, max(COMMIT_BUFFERS - 1 - len(ahead), 0)))
-        nbytes = sum(map(len, ahead))
+        while True:
+            ahead.extend(itertools.islice(self._parts, max(COMMIT_BUFFERS - 1 - len(ahead), 0)))
+            nbytes = sum(map(len, ahead))
+            if nbytes or not ahead:
+                break
+            ahead.clear()  # nothing but empty ones
         if nbytes <= limit:  # all of them: many small ones pass here
             pieces = list(ahead)
             ahead.clear()
-            if not nbytes and pieces:
-                return self.next_piece(limit)  # nothing but empty ones
         else:
             pieces = []
             nbytes = limit

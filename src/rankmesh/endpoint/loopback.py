@@ -170,7 +170,9 @@ class Loopback(Conversation):
         """Nothing is ever under way."""
 
     def control(self, kind: Kind, ident: int, lane: Lane = Lane.CONTROL) -> None:
-        """What a transfer says about itself: nothing, as it is over when it has begun."""
+        """What a transfer says about itself: it is over when it has begun, or it never begins."""
+        if kind is Kind.ABORT:
+            self.arrivals.aborted(ident)
 
     def flush(self) -> None:
         """Nothing is ever queued."""

@@ -114,10 +114,17 @@ class Posted:
         self.got += nbytes
         if self.got == self.nbytes:
             self._arrivals.forget(self.ident)
-            self._done(True)
+            self._end(True)
 
     def aborted(self) -> None:
-        self._done(False)
+        self._end(False)
+
+    def _end(self, whole: bool) -> None:
+        """Refer to nobody's memory from now on, nor to whoever refers to this: that would outlive it until the garbage
+        is collected, and a buffer that is referred to cannot be closed or resized."""
+        self.discard()
+        done, self._done = self._done, _ended
+        done(whole)
 
     def _spread(self, staged: memoryview) -> None:
         part, nbytes = self._part, len(staged)
@@ -148,6 +155,10 @@ class Posted:
 
     def _overrun(self) -> ProtocolError:
         return ProtocolError(f"more bytes for transfer {self.ident:#x} than it has a place for", reason="bad piece")
+
+
+def _ended(whole: bool) -> None:
+    """It has been told already."""
 
 
 class Outflow:
@@ -234,6 +245,8 @@ class Arrivals:
 
     def clear(self) -> None:
         """The connection is gone; those who wait learn of it by its router."""
+        for posted in self.posted.values():
+            posted.discard()
         self.posted.clear()
         self._staging = None
 

@@ -117,10 +117,12 @@ class MemoryAgent:
         caller's alone. Transfers under way are waited for (DeadlineError: some still were), or with `abort` ended: they
         fail with StaleRegion."""
         if isinstance(region, str):
-            found = self._server.regions.get(region)
+            found = self._server.find(region)
             if found is None:
                 raise UsageError(f"There is no region {region!r} to unregister. See `regions` for those there are.")
             region = found
+        if region.server is not self._server:
+            raise UsageError(f"{region!r} is a region of another endpoint. Unregister it there.")
         self._server.unregister(region, abort, timeout)
 
     @property
@@ -137,10 +139,11 @@ class MemoryAgent:
         bits = Bit.MAP | Bit.WAIT if wait else Bit.MAP
         body = REQUEST.pack(Op.OPEN, bits, len(encoded), 0, 0, 0, 0) + encoded
         query = Query(flow, name, "open", body, self._seconds(timeout), decode_description)
-        description = query.complete()
-        with self._hub.engine:
-            rails = self._rails.setdefault(flow.router.index, Rails(flow))
-            return RemoteRegion(flow, rails, info_of(description), flow.map(description))
+        with flow.opening():
+            description = query.complete()
+            with self._hub.engine:
+                rails = self._rails.setdefault(flow.router.index, Rails(flow))
+                return RemoteRegion(flow, rails, info_of(description), flow.map(description))
 
     def list(self, where: Where, *, timeout: float | None = None) -> _Infos:
         """The regions that one may open there."""

@@ -4,6 +4,7 @@ theirs. The lower half of MemoryServer. All methods need the engine's lock."""
 from __future__ import annotations
 
 import difflib
+import itertools
 import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from rankmesh.endpoint.router import Router
-from rankmesh.memory.protocol import DONE, REQUEST, SERVICE, Ask, Bit, Description, Event, Why, encode
+from rankmesh.memory.protocol import DONE, KEY_LIMIT, REQUEST, SERVICE, Ask, Bit, Description, Event, Why, encode
 from rankmesh.memory.region import Refusal, Region
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _HEAD: Final = REQUEST.size
 #: Names like the one asked for.
 NEAREST: Final = 3
+#: Names that it is compared with: each takes tens of microseconds, in which nobody else is served.
+COMPARED: Final = 256
 #: Requests of one peer that wait for a region, or watch.
 MAX_WAITING: Final = 1024
 
@@ -58,7 +61,7 @@ class Finder:
                 self._reply(router, ident, encode(Event(kind, region.describe())))
 
     def _on_open(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
-        name = _text(payload[_HEAD : _HEAD + ask.key])
+        name = _text(key_of(ask, payload))
         region = self.regions.get(name)
         if region is not None:
             self._answer_open(router, ident, region, ask.bits)
@@ -66,7 +69,8 @@ class Finder:
             self._check_waiting(router)
             self._awaited.setdefault(name, {})[router.index, ident] = (router, ask.bits)
         else:
-            known = [region.name for region in self.regions.values() if region.admits(router)]
+            some = itertools.islice(self.regions.values(), COMPARED)
+            known = [region.name for region in some if region.admits(router)]
             raise Refusal(Why.MISSING, "", tuple(difflib.get_close_matches(name, known, NEAREST)))
 
     def _answer_open(self, router: Router, ident: int, region: Region, bits: int) -> None:
@@ -95,7 +99,7 @@ class Finder:
             region.shared.closed_by(router)
 
     def _on_rail(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
-        ticket = bytes(payload[_HEAD : _HEAD + ask.key])
+        ticket = key_of(ask, payload)
         if not ticket:
             ticket = self._tickets.setdefault(router.index, secrets.token_bytes(16))
             self._ticket_of[ticket] = router
@@ -145,7 +149,16 @@ class Finder:
         self._main = {rail: main for rail, main in self._main.items() if main is not router}
 
 
-def _text(name: memoryview) -> str:
+def key_of(ask: Ask, payload: memoryview) -> bytes:
+    """The key or name that a request brings: owners keep it. Raises Refusal for one that is too long, or not all
+    there."""
+    key = bytes(payload[_HEAD : _HEAD + min(ask.key, KEY_LIMIT)])
+    if len(key) != ask.key:
+        raise Refusal(Why.INVALID, f"it names {ask.key} bytes of a key; at most {KEY_LIMIT}, and all of them, can be")
+    return key
+
+
+def _text(name: bytes) -> str:
     try:
         return str(name, "utf-8", "surrogatepass")
     except UnicodeDecodeError:

@@ -11,12 +11,14 @@ when somebody waits for one of them, or by the endpoint's own thread.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from rankmesh.endpoint.outbound import SEND_COST
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import BusyError, RankmeshError, StaleRegion
-from rankmesh.memory.mapping import SEGMENT, Mapping, fits
+from rankmesh.memory.mapping import Mapping, fits
 from rankmesh.memory.protocol import REQUEST, SERVICE, Description, Op
 from rankmesh.wire.header import Kind
 
@@ -43,6 +45,8 @@ class Flow:
         self._cost = 0
         #: Regions of this peer's that are mapped here, by segment.
         self._mappings: dict[int, Mapping] = {}
+        #: Regions that are being opened.
+        self._opening = 0
         #: Requests that were handed to the connection and not flushed.
         self._gathered = 0
 
@@ -50,6 +54,18 @@ class Flow:
     def needed(self) -> bool:
         """The connection must stay although it is quiet."""
         return bool(self._waiting or self._mappings)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """While a region is being opened no mapping is given back: the answer may name its words. Takes the lock."""
+        with self._engine:
+            self._opening += 1
+        try:
+            yield
+        finally:
+            with self._engine:
+                self._opening -= 1
+                self.sweep()
 
     def map(self, description: Description) -> Mapping | None:
         """The mapping of a region that was opened now, if its owner offers one: all handles of it share it."""
@@ -68,13 +84,24 @@ class Flow:
         self._mappings[segment] = mapping
         return mapping
 
-    def unmap(self, mapping: Mapping) -> None:
-        """Its last handle is closed."""
-        self._mappings.pop(mapping.generation | SEGMENT, None)
-        mapping.close()
-        if not self.router.gone and not self._hub.closed:
-            body = REQUEST.pack(Op.CLOSE, 0, 0, 0, mapping.generation, 0, 0)
+    def sweep(self) -> None:
+        """Let go of mappings whose regions are gone, and give those back that nobody uses."""
+        for segment, mapping in list(self._mappings.items()):
+            if mapping.revoked:
+                del self._mappings[segment]
+                mapping.close()
+            elif not self._opening and mapping.close_unused():
+                del self._mappings[segment]
+                self._tell_closed(mapping.generation)
+
+    def _tell_closed(self, generation: int) -> None:
+        if self.router.gone or self._hub.closed:
+            return
+        body = REQUEST.pack(Op.CLOSE, 0, 0, 0, generation, 0, 0)
+        try:
             self.router.outbound.send_rpc(_REQUEST, 0, SERVICE, self.router.outbound.new_ident(), body)
+        except BusyError:  # its words stay this peer's, and serve the next mapping
+            pass
 
     def is_free(self, cost: int) -> bool:
         """Whether a request of this cost may leave right now."""
@@ -161,6 +188,9 @@ class Flow:
 
     def check(self, op: str, region: str) -> None:
         """Raises what an operation on this peer's memory would fail with right now."""
+        if self._engine.closed:  # after fork() in the child, too, where taking the lock says so
+            with self._engine:
+                self._hub.check_open()
         if self._hub.closed:
             self._hub.check_open()
         if self.router.gone:

@@ -1,7 +1,7 @@
 """Same host: memory that its owner allocated and others map, so that reads and writes are plain copies.
 
     page 0    two words for each peer that has it mapped: how many of its threads are writing right now; and its permit,
-              which is the region's generation, or 0 once the region is unregistered or forbidden to that peer
+              which is the region's generation; 0 once the region is unregistered, 1 while it is forbidden to that peer
     page 1 …  the region's bytes
 
 The memory is anonymous and sealed (nobody can resize it), and its descriptor is passed over the connection. Only peers
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from rankmesh.buffers import EMPTY
-from rankmesh.errors import DeadlineError, StaleRegion
+from rankmesh.errors import AccessDenied, DeadlineError, StaleRegion
 from rankmesh.transport.segment import seal
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ PAGE: Final = 4096
 #: The first pair of words is nobody's: a slot is never 0.
 FIRST_SLOT: Final = 2
 WORDS: Final = PAGE // 8
+#: The permit of a peer that the region is forbidden to. (Generations begin at random: none is that small.)
+FORBIDDEN: Final = 1
 #: Bytes copied between two looks at the permit.
 PIECE_BYTES: Final = 4 * 1024 * 1024
 #: Up to this size a slice of a memoryview is copied faster than an array.
@@ -112,11 +114,17 @@ class SharedMemory:
         if slot:
             self._words[slot] = self._words[slot + 1] = 0
 
-    def revoke(self, admits: Callable[[int], bool] = lambda index: False) -> None:
-        """From now on nobody begins to copy, but for those (by router index) that are still admitted."""
+    def revoke(self) -> None:
+        """From now on nobody begins to copy."""
+        for slot in self._slots.values():
+            self._words[slot + 1] = 0
+        with self._fence:
+            pass
+
+    def admit(self, admits: Callable[[int], bool]) -> None:
+        """From now on those begin to copy (by router index) that are admitted, and nobody else."""
         for index, slot in self._slots.items():
-            if not admits(index):
-                self._words[slot + 1] = 0
+            self._words[slot + 1] = self._generation if admits(index) else FORBIDDEN
         with self._fence:
             pass
 
@@ -148,9 +156,24 @@ class Mapping:
         self.handles = 0
 
     def close(self) -> None:
-        """Nobody uses it any more. Who does right now goes on, and finds afterwards that it is gone."""
-        self._words = _NO_WORDS
-        self._data = EMPTY
+        """It is worth nothing any more. Who uses it right now goes on, and finds afterwards that it is gone."""
+        with self._lock:
+            self._words = _NO_WORDS
+            self._data = EMPTY
+
+    def close_unused(self) -> bool:
+        """Close it if there is no handle of it and nobody writes: then its words may be given to another peer."""
+        with self._lock:
+            if self.handles or self._writers:
+                return False
+            self._words = _NO_WORDS
+            self._data = EMPTY
+            return True
+
+    @property
+    def revoked(self) -> bool:
+        """The region was unregistered."""
+        return not self._words[self._slot + 1]
 
     def read(self, parts: Iterable[memoryview], blocks: Iterable[memoryview], deadline: float) -> None:
         """Copy from `blocks` of the region (see `views`) to `parts`."""
@@ -166,8 +189,9 @@ class Mapping:
 
     def write(self, parts: Iterable[memoryview], blocks: Iterable[memoryview], deadline: float) -> None:
         """Copy from `parts` to `blocks` of the region."""
-        words, slot = self._words, self._slot
+        slot = self._slot
         with self._lock:  # giving it back is the barrier between this store and the loads of `_check`
+            words = self._words
             self._writers += 1
             words[slot] = self._writers
         try:
@@ -198,11 +222,11 @@ class Mapping:
                     yield data[start : start + length]
 
     def _check(self) -> None:
-        if self._words[self._slot + 1] != self.generation:
-            raise StaleRegion(
-                f"The owner of region {self._name!r} has unregistered it, or forbidden it to this peer.",
-                region=self._name,
-            )
+        permit = self._words[self._slot + 1]
+        if permit == FORBIDDEN:
+            raise AccessDenied(f"The owner of region {self._name!r} has forbidden it to this peer.", region=self._name)
+        if permit != self.generation:
+            raise StaleRegion(f"The owner of region {self._name!r} has unregistered it.", region=self._name)
 
     def _look(self, deadline: float) -> None:
         """Between two pieces."""

@@ -22,7 +22,15 @@ from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow, Posted
 from rankmesh.endpoint.requests import Asking
 from rankmesh.endpoint.transfers import Send, SendState
-from rankmesh.errors import CancelledError, ProtocolError, RankmeshError, RegionError, RegionNotFound, UsageError
+from rankmesh.errors import (
+    BusyError,
+    CancelledError,
+    ProtocolError,
+    RankmeshError,
+    RegionError,
+    RegionNotFound,
+    UsageError,
+)
 from rankmesh.memory.layout import Later
 from rankmesh.memory.protocol import CELL, REQUEST, SERVICE, Op, decode_failure
 from rankmesh.memory.server import ERRORS
@@ -131,6 +139,7 @@ class Operation(Asking[Any]):
                 router.outbound.start(self._carrier)
         except BaseException:
             router.requests.pop(ident, None)
+            self.refused()
             self._settle()
             raise
         self.hint = router.inbound.direct
@@ -210,7 +219,10 @@ class Operation(Asking[Any]):
 
     def tell_cancelled(self) -> None:
         if not self.router.gone:
-            self.router.outbound.send_rpc(_REQUEST, 0, SERVICE, self.ident, CANCEL)
+            try:
+                self.router.outbound.send_rpc(_REQUEST, 0, SERVICE, self.ident, CANCEL)
+            except BusyError:  # the owner goes on in vain, and what comes goes nowhere
+                pass
 
     def _failure(self, payload: memoryview, service: int) -> BaseException:
         peer = str(self.peer)
@@ -339,6 +351,8 @@ class StreamedRead(Read):
 
     def refused(self) -> None:
         self.router.arrivals.forget(self.ident | ANSWER)
+        if self._posted is not None:
+            self._posted.discard()
 
     def abandon(self) -> None:
         """It stays known, without its place, until the last byte or the owner's answer."""
@@ -379,7 +393,10 @@ class StreamedWrite(Operation):
 
     def request_left(self) -> None:
         super().request_left()
-        if not self.make_views(self._parts):  # or it was refused while it was being sent
+        if self.finished:  # refused while it was being sent: its bytes, which will not come, have a place there
+            self._tell_aborted()
+            return
+        if not self.make_views(self._parts):
             return
         outbound = self.router.outbound
         self._stream = Outflow(outbound, self.ident | BROUGHT, self._parts, self.nbytes)
@@ -395,6 +412,8 @@ class StreamedWrite(Operation):
 
     def abandon(self) -> None:
         super().abandon()
+        if self._stream is None:  # the request still leaves, and the owner would wait for the bytes
+            self._tell_aborted()
         self._halt()
 
     def _halt(self) -> None:
@@ -403,7 +422,11 @@ class StreamedWrite(Operation):
         stream, self._stream = self._stream, None
         if stream is not None and stream.left:
             self.router.outbound.halt(stream)
-            self.router.outbound.control(Kind.ABORT, stream.ident, Lane.MESSAGE)
+            self._tell_aborted()
+
+    def _tell_aborted(self) -> None:
+        """In a lane that comes after the request's."""
+        self.router.outbound.control(Kind.ABORT, self.ident | BROUGHT, Lane.MESSAGE)
 
 
 class Swap(Operation):

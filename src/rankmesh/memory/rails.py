@@ -13,6 +13,7 @@ others are given up. Locks: whoever holds the lock of the main endpoint may take
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -71,6 +72,9 @@ class Rails:
     def __init__(self, flow: Flow) -> None:
         self._main = flow
         self._rails: list[_Rail] | None = None
+        #: One thread makes them, and others wait for it.
+        self._making = threading.Lock()
+        self._closed = False
 
     def flows(self, nbytes: int, timeout: float) -> Sequence[Flow]:
         """The flows that a transfer of this size is striped over."""
@@ -78,8 +82,11 @@ class Rails:
         wanted = router.hub.config.rails
         if wanted < 2 or nbytes < STRIPED_FROM or not isinstance(router, PeerRouter) or router.polled is not None:
             return (self._main,)
-        if self._rails is None:
-            self._rails = self._open(router, wanted - 1, timeout)
+        with self._making:
+            if self._rails is None:
+                self._rails = self._open(router, wanted - 1, timeout)
+            if self._closed:
+                self.close()
         if any(rail.flow.router.gone for rail in self._rails):
             return (self._main,)
         return (self._main, *(rail.flow for rail in self._rails))
@@ -102,7 +109,8 @@ class Rails:
         return rails
 
     def close(self) -> None:
-        """End the further connections."""
+        """End the further connections; those that are being made are ended by whoever makes them."""
+        self._closed = True
         rails, self._rails = self._rails or [], []
         for rail in rails:
             rail.endpoint.abort()

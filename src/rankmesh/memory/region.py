@@ -69,7 +69,7 @@ class Awaited(Work[Notification]):
         self._region = region
 
     def _give_up(self, error: RankmeshError) -> None:
-        self._region.waiters[encode_key(self.key)].remove(self)
+        self._region.withdraw(self)
         self.fail(error)
 
 
@@ -117,8 +117,7 @@ class Region:
     @property
     def array(self) -> np.ndarray[Any, Any]:
         """The memory as an array of the region's dtype and shape."""
-        if self.stale:
-            raise self.stale_error()
+        self._check_live()
         return np.frombuffer(self.view, np.uint8).view(self.dtype).reshape(self.shape)
 
     def wait_notification(self, key: str | int, timeout: float | None = None, *, async_op: bool = False) -> Any:
@@ -127,9 +126,7 @@ class Region:
         encoded = encode_key(key)
         seconds = self.server.hub.config.timeout if timeout is None else timeout
         with self.server.engine:
-            self.server.hub.check_open()
-            if self.stale:
-                raise self.stale_error()
+            self._check_live()
             awaited = Awaited(self, key, seconds)
             waiting = self.notices.get(encoded)
             if waiting:
@@ -153,12 +150,14 @@ class Region:
 
     def allow(self, who: Iterable[Peer | int | str] | None) -> None:
         """Only these may open and use the region from now on (None: everybody): Peers, ranks, or names of peers."""
+        if isinstance(who, str):
+            raise UsageError(f"allow= is a list of Peers, ranks or names, not the text {who!r}. Pass [{who!r}].")
         chosen = None if who is None else frozenset(_identify(one) for one in who)
         with self.server.engine:
             self.allowed = chosen
-            if self.shared is not None:
+            if self.shared is not None and not self.stale:
                 routers = self.server.hub.routers
-                self.shared.revoke(lambda index: index in routers and self.admits(routers[index]))
+                self.shared.admit(lambda index: index in routers and self.admits(routers[index]))
 
     def unregister(self, *, abort: bool = False, timeout: float | None = None) -> None:
         """As `MemoryAgent.unregister`."""
@@ -174,6 +173,12 @@ class Region:
         dtype = describe_dtype(self.dtype)
         mappable = self.shared is not None
         return Description(self.name, self.nbytes, dtype, self.shape, self.access, self.generation, mappable)
+
+    def _check_live(self) -> None:
+        """Raises StaleRegion or ClosedError once the memory is no longer here."""
+        if self.stale:
+            raise self.stale_error()
+        self.server.hub.check_open()
 
     def stale_error(self) -> StaleRegion:
         return StaleRegion(f"Region {self.name!r} was unregistered here.", region=self.name, hint="Register it again.")
@@ -215,7 +220,7 @@ class Region:
         return map(self.view.__getitem__, map(slice, starts.tolist(), (starts + lengths).tolist()))
 
     def _check(self, offset: int, nbytes: int) -> None:
-        if offset + nbytes > self.nbytes:
+        if offset < 0 or offset + nbytes > self.nbytes:
             raise Refusal(Why.BOUNDS, f"bytes {offset} … {offset + nbytes} do not all lie in its {self.nbytes}")
 
     def _check_table(self, table: np.ndarray[Any, Any], nbytes: int) -> None:
@@ -230,6 +235,8 @@ class Region:
         if table.shape[1] == 4:
             stride, count = table[:, 2], table[:, 3]
             more = np.maximum(count, 1) - np.uint64(1)
+            if ((length == 0) & (more > 0)).any():  # so many steps for no byte: nothing else bounds them
+                raise Refusal(Why.INVALID, "a piece repeats a stretch of no bytes")
             bad |= (more > 0) & (stride > 0) & (more > (room - np.minimum(length, room)) // np.maximum(stride, 1))
             if not bad.any() and (count > np.uint64(max(nbytes, 1)) // np.maximum(length, 1)).any():
                 raise Refusal(Why.INVALID, f"a piece alone has more than the {nbytes} bytes of the whole request")
@@ -272,9 +279,10 @@ class Region:
         return as_signed(value, self.dtype)
 
     def _own(self, action: Any) -> int:
-        if self.stale:
-            raise self.stale_error()
+        self._check_live()
         try:
+            if not self.writable:
+                raise Refusal(Why.DENIED, f"it is registered with access {self.access!r}")
             return int(action())
         except Refusal as refusal:
             raise self.server.local_error(self, refusal) from None
@@ -287,14 +295,21 @@ class Region:
     def notify(self, key: bytes, source: Any) -> None:
         """The bytes are here: whoever waits for them learns it, or will."""
         waiters = self.waiters.get(key)
-        while waiters:
-            awaited = waiters.popleft()
-            if not awaited.finished:
-                awaited.finish(Notification(awaited.key, source))
-                return
-        self.waiters.pop(key, None)
+        if waiters:
+            awaited = waiters[0]
+            self.withdraw(awaited)
+            awaited.finish(Notification(awaited.key, source))
+            return
         self.notices.setdefault(key, deque()).append(source)
         self._notices += 1
+
+    def withdraw(self, awaited: Awaited) -> None:
+        """It waits no longer. Of a key that nobody waits for nothing is kept: there may be one for every page."""
+        key = encode_key(awaited.key)
+        waiters = self.waiters[key]
+        waiters.remove(awaited)
+        if not waiters:
+            del self.waiters[key]
 
 
 def as_signed(value: int, dtype: np.dtype[Any]) -> int:

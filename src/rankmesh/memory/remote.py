@@ -325,7 +325,7 @@ class RemoteRegion:
 
     def _check(self, offset: int, nbytes: int) -> None:
         """The owner checks too; this saves the way there."""
-        if offset < 0 or offset + nbytes > self.nbytes:
+        if not 0 <= offset <= self.nbytes - nbytes:  # no sum: a numpy integer would overflow
             raise self._outside(f"{nbytes} bytes at {offset}")
 
     def _outside(self, what: str) -> OutOfBounds:
@@ -343,8 +343,7 @@ class RemoteRegion:
             self._read_through = self._write_through = None
             if mapping is not None:
                 mapping.handles -= 1
-                if not mapping.handles:
-                    self._flow.unmap(mapping)
+                self._flow.sweep()
 
     def __enter__(self) -> Self:
         return self

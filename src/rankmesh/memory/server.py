@@ -33,7 +33,7 @@ from rankmesh.errors import (
     StaleRegion,
     UsageError,
 )
-from rankmesh.memory.finding import Finder
+from rankmesh.memory.finding import Finder, key_of
 from rankmesh.memory.moving import Moving, Reading, Writing
 from rankmesh.memory.protocol import (
     CELL,
@@ -113,6 +113,10 @@ class MemoryServer(Finder):
 
     # ------------------------------------------------------------------ regions
 
+    def find(self, name: str) -> Region | None:
+        """The region of this name; or else one that was unregistered, and is still in use."""
+        return self.regions.get(name) or next((region for region in self._retiring if region.name == name), None)
+
     def new_generation(self) -> int:
         return next(self._generations)
 
@@ -189,7 +193,7 @@ class MemoryServer(Finder):
                             return
                     except BusyError:
                         pass  # the general way deals with it
-                    self._reply(router, ident, body)
+                    self._reply(router, ident, bytes(body))  # it may leave after the region was taken back
                     return
         self.on_request(router, ident, payload, owned)
 
@@ -314,7 +318,7 @@ class MemoryServer(Finder):
         if not ask.bits & Bit.NOTIFY:
             return None
         region.check_notice()
-        return bytes(payload[_HEAD : _HEAD + ask.key])
+        return key_of(ask, payload)
 
     @staticmethod
     def _data_at(ask: Ask) -> int:
@@ -366,7 +370,7 @@ class MemoryServer(Finder):
         """The bytes were written through a mapping, or there were none."""
         region = self._region(router, ask, reads=False, writes=True)
         region.check_notice()
-        self.written(region, router, ident, bytes(payload[_HEAD : _HEAD + ask.key]))
+        self.written(region, router, ident, key_of(ask, payload))
 
     def _on_cancel(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         """What was asked under this ident is given up. A read gets an answer, after which no more of its bytes come.
@@ -405,6 +409,8 @@ class MemoryServer(Finder):
 
     def free(self) -> None:
         """The endpoint is closed. Nobody can come any more; who is writing through a mapping finds that it is gone."""
+        for moving in [moving for transfers in self._moving.values() for moving in transfers.values()]:
+            self.ended(moving)
         for region in (*self.regions.values(), *self._retiring):
             if region.shared is not None:
                 region.shared.revoke()

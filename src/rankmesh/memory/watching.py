@@ -11,7 +11,8 @@ import msgspec
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import BusyError, ProtocolError, RankmeshError
 from rankmesh.memory.operations import Operation
-from rankmesh.memory.protocol import DONE, REQUEST, Op, RegionInfo, decode_event, info_of
+from rankmesh.memory.protocol import DONE, REQUEST, SERVICE, Op, RegionInfo, decode_event, info_of
+from rankmesh.wire.header import Flag
 
 if TYPE_CHECKING:
     from rankmesh.memory.flow import Flow
@@ -59,12 +60,17 @@ class Watching(Operation):
                 self._settle()
                 self.conclude(None)
             return
+        if flags & Flag.ERROR or service != SERVICE:  # the owner has no room for what this side does not read
+            self.stop(BusyError(f"Events of {self.peer} come faster than they are read.", hint="Watch anew."))
+            self.tell_cancelled()
+            return
         try:
             told = decode_event(payload)
         except (msgspec.MsgspecError, ValueError) as error:
             raise ProtocolError(f"an event that is none: {error}", reason="malformed event") from error
         if len(self.events) >= MAX_EVENTS:
             self.stop(BusyError(f"{MAX_EVENTS} events of {self.peer} wait already.", hint="Take them, or watch anew."))
+            self.tell_cancelled()
             return
         self.events.append(RegionEvent(told.kind, info_of(told.region)))
         while self.waiters and self.events:
