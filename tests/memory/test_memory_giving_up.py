@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from peers import BRIEFLY, FAULTY, SOON, Call, Medium, blank, is_blank, pattern, router_of
-from rankmesh import BusyError, CancelledError, DeadlineError, PeerLost, StaleRegion, UsageError, Work
+from rankmesh import AccessDenied, BusyError, CancelledError, DeadlineError, PeerLost, StaleRegion, UsageError, Work
 from rankmesh.config import KIB, MIB
 from rankmesh.testing.faults import FaultLink, FaultTransport
 from regions import Sides, open_sides
@@ -234,6 +234,31 @@ def test_unregister_aborts_transfers(sides: Sides, faults: FaultTransport) -> No
     out = blank(HUGE)
     sides.peer.open("again").read(out)
     assert (out == 7).all(), "nothing was written after unregister had returned"
+
+
+def test_transfers_end_when_their_peer_is_allowed_no_longer(sides: Sides, faults: FaultTransport) -> None:
+    memory = pattern(HUGE)
+    region = sides.register(memory)
+    remote = sides.peer.open("kv")
+    user = link_of(faults, owner=False)
+    user.stall(after_bytes=user.sent + MIB)
+    reading = remote.read(blank(HUGE), async_op=True)
+    writing = remote.write(pattern(LARGE, 1), async_op=True)
+    wait_until(lambda: len(region.moving) == 2, 10)
+    region.allow([sides.back])
+    assert len(region.moving) == 2, "it is allowed still"
+    region.allow([])
+    assert region.idle
+    memory[:] = 7
+    user.resume()
+    for work in (reading, writing):
+        with pytest.raises(AccessDenied, match="any more"):
+            work.wait(SOON)
+    assert (memory == 7).all(), "nothing was written after allow() had returned"
+    region.allow(None)
+    out = blank(64)
+    remote.read(out)
+    assert (out == 7).all()
 
 
 def test_small_operations_pass_large_ones(sides: Sides, faults: FaultTransport) -> None:

@@ -149,12 +149,15 @@ class Region:
             return self.signed(self._own(lambda: self.swap(offset, expected, desired)))
 
     def allow(self, who: Iterable[Peer | int | str] | None) -> None:
-        """Only these may open and use the region from now on (None: everybody): Peers, ranks, or names of peers."""
+        """Only these may open and use the region from now on (None: everybody): Peers, ranks, or names of peers.
+        Transfers under way of those that may no longer are ended: they fail with AccessDenied."""
         if isinstance(who, str):
             raise UsageError(f"allow= is a list of Peers, ranks or names, not the text {who!r}. Pass [{who!r}].")
         chosen = None if who is None else frozenset(_identify(one) for one in who)
         with self.server.engine:
             self.allowed = chosen
+            for moving in [each for each in self.moving if not self.admits(self.server.main_of(each.router))]:
+                moving.abort(Why.DENIED, "its owner does not allow it to this peer any more")
             if self.shared is not None and not self.stale:
                 routers = self.server.hub.routers
                 self.shared.admit(lambda index: index in routers and self.admits(routers[index]))

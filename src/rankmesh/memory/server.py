@@ -242,11 +242,15 @@ class MemoryServer(Finder):
         about = {"region": region.name} if issubclass(kind, RegionError) else {}
         return kind(f"Region {region.name!r}: {refusal.message}.", **about)
 
+    def main_of(self, router: Router) -> Router:
+        """The connection that an allow-list knows a peer by: a rail stands for the one it belongs to."""
+        return self._main.get(router.index, router)
+
     def _region(self, router: Router, ask: Ask, reads: bool, writes: bool) -> Region:
         region = self._by_generation.get(ask.generation)
         if region is None:
             raise Refusal(Why.STALE, "it was unregistered, or registered anew")
-        if not region.admits(self._main.get(router.index, router)):
+        if not region.admits(self.main_of(router)):
             raise Refusal(Why.DENIED, "its owner does not allow it to this peer")
         if (reads and not region.readable) or (writes and not region.writable):
             raise Refusal(Why.DENIED, f"it is registered with access {region.access!r}")
@@ -310,7 +314,7 @@ class MemoryServer(Finder):
     def written(self, region: Region, router: Router, ident: int, key: bytes | None) -> None:
         """A write is applied: tell those who wait for it, and then the writer."""
         if key is not None:
-            region.notify(key, self._name_source(self._main.get(router.index, router)))
+            region.notify(key, self._name_source(self.main_of(router)))
         self._reply(router, ident, DONE)
 
     @staticmethod
