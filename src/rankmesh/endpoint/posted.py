@@ -83,7 +83,7 @@ class Posted:
 
     def discard(self) -> None:
         """From now on nothing is written to the place. Who has begun to receive a frame there must divert it."""
-        self._parts = None
+        self._parts = self._put = None
         self._part = memoryview(b"")
         self._staged = None
 

@@ -303,6 +303,7 @@ class Batch:
         return self
 
     def _take(self, data: Any, offset: int, stride: int | None = None, *, writes: bool) -> None:
+        offset = operator.index(offset)
         mine = local(data, writes=writes)
         self._parts += mine
         self.add((offset, sum(map(len, mine)), 0, 1) if stride is None else rows(data, offset, stride))
