@@ -440,6 +440,9 @@ def test_offsets_of_a_batch_are_whole(near: Sides) -> None:
     for offsets in ((0.5, 8), (8, 0.5)):
         with pytest.raises(TypeError, match="float"):
             remote.read_batch([(bytearray(8), offset) for offset in offsets])  # type: ignore[misc]  # on purpose
+    for use in (remote.read, remote.write):
+        with pytest.raises(UsageError, match="whole number"):
+            use(bytearray(8), 0.5)  # type: ignore[arg-type]  # on purpose
 
 
 def test_nothing_works_after_close(inproc: Medium) -> None:

@@ -325,6 +325,8 @@ class RemoteRegion:
 
     def _check(self, offset: int, nbytes: int) -> None:
         """The owner checks too; this saves the way there."""
+        if type(offset) is not int and not hasattr(offset, "__index__"):
+            raise UsageError(f"An offset is a whole number of bytes, and not {offset!r}. Pass an int.")
         if not 0 <= offset <= self.nbytes - nbytes:  # no sum: a numpy integer would overflow
             raise self._outside(f"{nbytes} bytes at {offset}")
 
