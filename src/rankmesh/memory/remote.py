@@ -87,16 +87,12 @@ class RemoteRegion:
             nbytes = sum(map(len, parts))
             self._check(offset, nbytes)
             return self._copy(through.read, out, parts, (through.view(offset, nbytes),), None, timeout, async_op)
-        if stride is None and isinstance(parts, tuple):
+        if stride is None and isinstance(parts, tuple) and not async_op:
             nbytes = len(parts[0])
-            if nbytes <= self._inline and 0 <= offset <= self.nbytes - nbytes:  # the hot path, written out
+            if nbytes <= self._inline and type(offset) is int and 0 <= offset <= self.nbytes - nbytes:  # the hot path
                 body = _pack(_READ, 0, 0, 0, self.generation, offset, nbytes)
                 seconds = self._timeout if timeout is None else timeout
-                read = Read(self._flow, self.name, body, seconds, out, parts, nbytes)
-                if not async_op:
-                    return read.complete()
-                read.begin()
-                return read
+                return read_small(self._flow, self.name, body, seconds, out, parts, nbytes)
         if stride is not None:
             return self._read_batch(out, self._batch_of(parts, [_block(out, parts, offset, stride)]), timeout, async_op)
         nbytes = sum(map(len, parts))
@@ -105,11 +101,7 @@ class RemoteRegion:
             work = self._striped(parts[0], offset, out, timeout, reads=True)
             if work is not None:
                 return work if async_op else work.result()
-        small = nbytes <= self._inline
-        body = _pack(_READ, 0 if small else Bit.STREAMED, 0, 0, self.generation, offset, nbytes)
-        if small and not async_op:
-            timeout = self._timeout if timeout is None else timeout
-            return read_small(self._flow, self.name, body, timeout, out, parts, nbytes)
+        body = _pack(_READ, 0 if nbytes <= self._inline else Bit.STREAMED, 0, 0, self.generation, offset, nbytes)
         return self._run_read(body, out, parts, nbytes, timeout, async_op)
 
     def read_batch(self, pieces: Pieces, *, timeout: float | None = None, async_op: bool = False) -> Any:
