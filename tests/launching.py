@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from timing import scaled
@@ -71,3 +73,16 @@ class Launched:
 
 Launch = Callable[..., Launched]
 Script = Callable[[str], str]
+
+
+@contextmanager
+def usual_signals() -> Iterator[None]:
+    """Programs started meanwhile heed signals: pytest itself may run where some are ignored (nohup, a background job),
+    which they would inherit."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

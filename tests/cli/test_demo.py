@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from launching import usual_signals
 from rankmesh.cli import demo
 from rankmesh.cli.demo_program import ACTS
 from rankmesh.cli.main import main
@@ -105,7 +106,7 @@ def test_a_terminal_sees_what_is_going_on() -> None:
 
 def test_ctrl_c_ends_the_ranks() -> None:
     """That none is left is seen by the leak check around every test."""
-    with subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with usual_signals(), subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("$ rankmesh run")
         assert process.stdout.readline().startswith("✓")

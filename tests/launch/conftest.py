@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from launching import DEADLINE, Launch, Launched, Script
+from launching import DEADLINE, Launch, Launched, Script, usual_signals
 from timing import scaled
 
 
@@ -50,12 +49,8 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         running.append(Launched(process))
         return running[-1]
 
-    # pytest itself may run where these are ignored (nohup, a background job), which programs inherit.
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield start
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with usual_signals():
+        yield start
     for launched in running:
         if launched.process.poll() is None:  # the test failed
             launched.process.kill()
