@@ -20,7 +20,7 @@ from rankmesh.config import KIB, MIB
 from rankmesh.endpoint.direct import RingPath, SocketPath
 from rankmesh.testing.world import run_world
 from rankmesh.transport import shm
-from rankmesh.transport.ring import HEAD, RING_BYTES, TAIL
+from rankmesh.transport.ring import FREED, HEAD, RING_BYTES, TAIL
 from rankmesh.wire.messages import Lost
 from timing import scaled, wait_until
 
@@ -374,6 +374,19 @@ def test_a_ring_that_the_other_side_spoilt_ends_that_conversation_only(pair: Pai
         for _ in range(10):
             there.send(b"x", tag=1, timeout=SOON)
             assert back.recv(bytearray(1), tag=1, timeout=SOON).nbytes == 1
+
+
+def test_a_count_of_slots_that_the_other_side_spoilt_is_found_by_who_sends(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    link: Any = router_of(pair.there).link
+    receive = pair.back.irecv(blank(1 << 20), tag=1)
+    link.writer.control[FREED] = 77
+    with pytest.raises(PeerLost, match="corrupt"):
+        pair.there.send(pattern(1 << 20), tag=1, timeout=SOON)
+    with pytest.raises(PeerLost):
+        receive.wait(SOON)
+    assert "defect" not in caplog.text, "it is the other side's"
 
 
 def test_rubbish_beside_the_rings_ends_that_conversation_only(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

@@ -107,7 +107,11 @@ class FrameSender:
         """Hand to the link what it takes."""
         budget = TURN_BYTES
         if self._ring is not None:
-            budget -= self._write_pieces(self._ring)
+            try:
+                budget -= self._write_pieces(self._ring)
+            except OSError as error:  # the other side spoilt the ring
+                self._router.unwritable(error)
+                return
         while self._link is not None:
             buffers = self._queue.commit()
             if not buffers:

@@ -108,6 +108,7 @@ class Inbound:
             self._parser.divert()  # it would refer to their memory as long as the peer is known
         self._link = None
         self.settle()
+        self._engine.forget(self.direct)
         self.direct = None
         self.calm = False
         self._then = None

@@ -91,7 +91,10 @@ class Peer:
         replies) and their bytes. A process does not count what it sends to itself."""
         carrier = self.router.carrier or Carrier("", "not connected yet")
         known = {"peer": str(self), "transport": carrier.transport, "reason": carrier.reason}
-        return known | (self.router.counters() if isinstance(self.router, PeerRouter) else {})
+        if not isinstance(self.router, PeerRouter):
+            return known
+        with self.router.engine:
+            return known | self.router.counters()
 
     def identified(self, identity: Identity) -> None:
         """It has proved who it is."""

@@ -34,11 +34,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 from rankmesh.endpoint.background import Background
 from rankmesh.endpoint.timers import Timer, Timers
-from rankmesh.endpoint.waiting import EVENTS, ForkedLock, Hint, Spin, Waited, Waker, poll_timeout
+from rankmesh.endpoint.waiting import (
+    EVENTS,
+    Backlogged,
+    ForkedLock,
+    Hint,
+    Look,
+    Spin,
+    Waited,
+    Waker,
+    poll_timeout,
+)
 
 logger = logging.getLogger("rankmesh")
 
@@ -53,21 +63,6 @@ SHARED_LOOK: Final = 0.005
 SWEEP: Final = 32
 
 Handler = Callable[[int], None]
-
-
-class Look(NamedTuple):
-    """How to look at a connection without a system call: whether there is something to do, the same while asking to
-    be woken by its descriptor from now on, and doing it."""
-
-    ready: Callable[[], bool]
-    arm: Callable[[], bool]
-    serve: Callable[[], None]
-
-
-class Backlogged(Protocol):
-    """A connection with frames that were read and not yet looked at, because the leader already had what it wanted."""
-
-    def work_off(self) -> None: ...
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -208,7 +203,7 @@ class Engine:
                         self.work_off_backlog()
                     if work.finished:
                         return
-                    spin = self.background.spin if work.yields else self.spin
+                    spin = self._spin_of(work)
                     if spin.skip:
                         spin.skip -= 1
                     elif spin.seconds:  # poll until `work` is done, or for so long without an event
@@ -241,6 +236,17 @@ class Engine:
                 finally:
                     self.acquire()
 
+    def _spin_of(self, work: Waited) -> Spin:
+        """Those who lead on behalf of everybody learn for themselves."""
+        return self.background.spin if work.yields else self.spin
+
+    def forget(self, hint: Hint | None) -> None:
+        """A connection is no more."""
+        if self.last_lone is hint:
+            self.last_lone = None
+        if self.background.hint is hint:
+            self.background.hint = None
+
     def _poll_for(self, work: Waited, spin: Spin) -> bool:
         """Poll all connections until `work` is done (True), or for so long without an event."""
         poll, end = self.poll, 0.0
@@ -265,10 +271,7 @@ class Engine:
     def _handle(self, events: list[tuple[int, int]], work: Waited) -> bool:
         """What a poll of all connections brought, and then what follows it where `work` expects something. True:
         `work` is done."""
-        handlers = self._handlers
-        for fd, mask in events:
-            if fd in handlers:
-                handlers[fd](mask)
+        self.dispatch(events)
         if self.backlog and not work.finished:
             self.work_off_backlog()
         hint = work.hint
@@ -317,7 +320,7 @@ class Engine:
                 self.glance()
                 continue
             if self.looks and self.arm():  # something came just now: more of it may be polled for
-                (self.background.spin if work.yields else self.spin).skip = 0
+                self._spin_of(work).skip = 0
                 return
             work.parker, lone = self._waker, self.lone
             self.lock.release()
@@ -327,7 +330,7 @@ class Engine:
                 self.acquire()
                 work.parker = None
             self.dispatch(events)
-            spin = self.background.spin if work.yields else self.spin
+            spin = self._spin_of(work)
             if work.yields or self.lone != lone:
                 spin.hit()
                 return

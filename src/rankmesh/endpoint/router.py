@@ -18,9 +18,9 @@ from rankmesh.endpoint.inbound import Inbound
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import Outbound
 from rankmesh.endpoint.posted import Arrivals
-from rankmesh.endpoint.progress import Look
 from rankmesh.endpoint.requests import Awaiting, Conversation, Request
 from rankmesh.endpoint.transfers import Send
+from rankmesh.endpoint.waiting import Look
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import BusyError, ConnectError, PeerError, PeerLost, ProtocolError, RankmeshError, UsageError
 from rankmesh.transport.base import PolledLink
@@ -146,6 +146,7 @@ class PeerRouter(Conversation):
             self.lose(f"a defect in rankmesh ended the conversation ({error!r}); please report it")
 
     def counters(self) -> dict[str, int]:
+        """With the engine's lock."""
         self.inbound.settle()
         return {
             "frames_sent": self.outbound.frames,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from rankmesh.errors import ClosedError
 
@@ -47,6 +47,21 @@ class Waited(Protocol):
     look_every: float
     #: Whoever waits for this leads for others: it is there when nobody else is, and steps back when somebody is.
     yields: bool
+
+
+class Look(NamedTuple):
+    """How to look at a connection without a system call: whether there is something to do, the same while asking to
+    be woken by its descriptor from now on, and doing it."""
+
+    ready: Callable[[], bool]
+    arm: Callable[[], bool]
+    serve: Callable[[], None]
+
+
+class Backlogged(Protocol):
+    """A connection with frames that were read and not yet looked at, because the leader already had what it wanted."""
+
+    def work_off(self) -> None: ...
 
 
 class Until:

@@ -178,13 +178,7 @@ class Mapping:
     def read(self, parts: Iterable[memoryview], blocks: Iterable[memoryview], deadline: float) -> None:
         """Copy from `blocks` of the region (see `views`) to `parts`."""
         self._check()
-        moved = 0
-        for mine, theirs in _pairs(parts, blocks):
-            _copy(mine, theirs)
-            moved += len(mine)
-            if moved >= PIECE_BYTES:
-                moved = 0
-                self._look(deadline)
+        self._move(parts, blocks, deadline)
         self._check()
 
     def write(self, parts: Iterable[memoryview], blocks: Iterable[memoryview], deadline: float) -> None:
@@ -196,17 +190,20 @@ class Mapping:
             words[slot] = self._writers
         try:
             self._check()
-            moved = 0
-            for mine, theirs in _pairs(parts, blocks):
-                _copy(theirs, mine)
-                moved += len(mine)
-                if moved >= PIECE_BYTES:
-                    moved = 0
-                    self._look(deadline)
+            self._move(blocks, parts, deadline)
         finally:
             with self._lock:
                 self._writers -= 1
                 words[slot] = self._writers
+
+    def _move(self, to: Iterable[memoryview], source: Iterable[memoryview], deadline: float) -> None:
+        moved = 0
+        for into, data in _pairs(to, source):
+            _copy(into, data)
+            moved += len(data)
+            if moved >= PIECE_BYTES:
+                moved = 0
+                self._look(deadline)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._data[offset : offset + nbytes]
@@ -247,18 +244,18 @@ def _copy(to: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _pairs(parts: Iterable[memoryview], blocks: Iterable[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
+def _pairs(ones: Iterable[memoryview], others: Iterable[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
     """Equal stretches of both, in order, none longer than a piece. Both have the same bytes in all."""
-    others = iter(blocks)
-    theirs = memoryview(b"")
-    for mine in parts:
-        while mine:
-            if not theirs:
-                theirs = next(others)
-                if len(theirs) == len(mine) <= PIECE_BYTES:  # as in most batches
-                    yield mine, theirs
-                    mine = theirs = mine[:0]
+    rest = iter(others)
+    other = memoryview(b"")
+    for one in ones:
+        while one:
+            if not other:
+                other = next(rest)
+                if len(other) == len(one) <= PIECE_BYTES:  # as in most batches
+                    yield one, other
+                    one = other = one[:0]
                 continue
-            size = min(len(mine), len(theirs), PIECE_BYTES)
-            yield mine[:size], theirs[:size]
-            mine, theirs = mine[size:], theirs[size:]
+            size = min(len(one), len(other), PIECE_BYTES)
+            yield one[:size], other[:size]
+            one, other = one[size:], other[size:]

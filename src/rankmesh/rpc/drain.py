@@ -43,9 +43,8 @@ class Drain:
         self._now: CallContext | None = None
         #: Counts the drains: who finds another number is deposed.
         self._number = 0
-        #: There is a drain that is not deposed; it has run so many calls; the timer is set.
+        #: There is a drain that is not deposed; the timer is set.
         self._active = False
-        self._runs = 0
         self._watched = False
 
     def add(self, call: CallContext) -> None:
@@ -72,10 +71,7 @@ class Drain:
                     break
                 self._now = call
                 ended.append((call, self._server.timed(call)))
-                self._runs += 1
-            if not engine.lock.acquire(False):
-                engine.acquire()
-            try:
+            with engine:
                 self._answer()
                 if number != self._number:
                     return
@@ -83,8 +79,6 @@ class Drain:
                 if not calls:
                     self._active = False
                     return
-            finally:
-                engine.release()
 
     def _answer(self) -> None:
         ended = self._ended  # which a drain may be adding to
@@ -92,16 +86,16 @@ class Drain:
 
     def _watch(self) -> None:
         self._watched = True
-        runs = self._runs
-        self._engine.call_at(monotonic() + LOOK, lambda: self._look(runs))
+        running = self._now
+        self._engine.call_at(monotonic() + LOOK, lambda: self._look(running))
 
-    def _look(self, runs: int) -> None:
-        """Depose a drain that has run the same call since the last look."""
+    def _look(self, before: CallContext | None) -> None:
+        """Depose a drain that runs the same call as at the last look."""
         self._watched = False
         if not self._active:
             return
         call = self._now
-        if runs == self._runs and call is not None:
+        if call is not None and call is before:
             if call.function is not None:
                 call.function.took = math.inf
             self._now = None
