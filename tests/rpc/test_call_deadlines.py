@@ -80,8 +80,11 @@ def test_late_reply_is_dropped_and_counted(tcp: Medium) -> None:
             sent.set()
 
         served.server.rpc._server.finish = stubborn  # type: ignore[method-assign]
+        gate = threading.Event()
+        served.server.rpc.register(lambda: gate.wait(SOON), "hold")  # one that does not end by itself at the deadline
         with pytest.raises(DeadlineError):
-            served.peer.call("wait", timeout=BRIEFLY)
+            served.peer.call("hold", timeout=BRIEFLY)
+        gate.set()
         assert sent.wait(SOON)
         wait_until(lambda: served.client.rpc.statistics()["late_replies"] == 1, 10)
         assert served.peer.call("echo", 1, timeout=SOON) == 1

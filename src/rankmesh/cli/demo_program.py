@@ -24,6 +24,7 @@ from rankmesh.cli.measure import echo, ping
 SIZE: Final = 4
 #: The rank that is killed in the last act.
 VICTIM: Final = 2
+SURVIVORS: Final = tuple(rank for rank in range(SIZE) if rank != VICTIM)
 #: Seconds for whatever takes milliseconds on an idle machine.
 PATIENCE: Final = 20.0
 MIB: Final = 1024 * 1024
@@ -170,7 +171,11 @@ def loss(stage: Stage) -> list[str]:
         _wait_for_death()
     work = mesh.irecv(bytearray(8), source=VICTIM, tag=7, timeout=PATIENCE)
     killed_at = 0.0
-    if mesh.rank == 0:
+    if mesh.rank != 0:
+        mesh.send(b"waiting", to=0, tag=8)  # to leave a barrier tells that all came, not that all have left
+    else:
+        for rank in SURVIVORS[1:]:
+            mesh.recv(bytearray(7), source=rank, tag=8, timeout=PATIENCE)
         victim = mesh.peers[VICTIM].identity
         assert victim is not None
         killed_at = monotonic()
@@ -193,9 +198,8 @@ def _wait_for_death() -> NoReturn:
 
 
 def _last_words(mesh: rm.Mesh, killed_at: float) -> list[str]:
-    survivors = [rank for rank in range(SIZE) if rank != VICTIM]
-    heard = {rank: mesh.recv_object(source=rank, timeout=PATIENCE) for rank in survivors}
-    lines = [f"PeerLost: {heard[survivors[-1]][1]}"]
+    heard = {rank: mesh.recv_object(source=rank, timeout=PATIENCE) for rank in SURVIVORS}
+    lines = [f"PeerLost: {heard[SURVIVORS[-1]][1]}"]
     lines += [f"rank {rank} knew {(at - killed_at) * 1e3:.1f} ms after the SIGKILL" for rank, (at, _) in heard.items()]
     return [*lines, "and could still talk to each other: that is how rank 0 knows"]
 
