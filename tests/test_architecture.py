@@ -31,6 +31,7 @@ TIERS: dict[str, list[str]] = {
         "rankmesh.rpc", "rankmesh.memory", "rankmesh.collectives", "rankmesh.membership", "rankmesh.topology",
     ],
     "L4 node": ["rankmesh.node"],
+    "L4 group": ["rankmesh.group"],
     "L4 mesh": ["rankmesh.mesh"],
     "L4 public names": ["rankmesh"],
     "L5 integrations": ["rankmesh.torch", "rankmesh.ray", "rankmesh.launch"],
@@ -41,7 +42,13 @@ SHARED = {"L0 ground"}
 #: May import anything, and nothing but itself and users' tests imports it.
 EXEMPT = "rankmesh.testing"
 
-PURE = ("rankmesh.wire", "rankmesh.endpoint.matching", "rankmesh.endpoint.lanes")
+PURE = (
+    "rankmesh.wire", "rankmesh.endpoint.matching", "rankmesh.endpoint.lanes",
+    *(f"rankmesh.collectives.{name}" for name in (
+        "plan", "ring", "recursive_doubling", "halving_doubling", "binomial", "bruck", "pairwise", "dissemination",
+        "direct", "scan", "simulator", "choosing", "space", "reducing",
+    )),
+)  # fmt: skip
 IMPURE = {
     "_thread", "asyncio", "concurrent", "datetime", "logging", "multiprocessing", "os", "pathlib", "random", "secrets",
     "select", "selectors", "signal", "socket", "ssl", "subprocess", "threading", "time", "uuid",

@@ -439,6 +439,8 @@ class Engine:
 
     def work_off_backlog(self) -> None:
         for _ in range(len(self.backlog)):
+            if not self.backlog:  # one of them stepped down, and another thread worked the rest off
+                return
             self.backlog.popleft().work_off()
 
     def run_deferred(self) -> None:
