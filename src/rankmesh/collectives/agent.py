@@ -209,17 +209,22 @@ class GroupContext:
 
     def declare(self, calls: dict[int, str]) -> None:
         """Ranks disagree: tell the others, and end here what is under way."""
-        if self._desync is None:
-            calls = {rank: plain(text) for rank, text in sorted(calls.items())}
-            for rank, router in enumerate(self.routers):
-                if rank != self.rank and not router.gone:
-                    self.agent.request(router, Tell(self.number, calls))
-            self.told(calls)
+        self._desynchronised({rank: plain(text) for rank, text in sorted(calls.items())}, list(self.routers))
 
     def told(self, calls: dict[int, str]) -> None:
-        self._desync = self._desync or calls
+        """It is passed on to who is connected: a rank that ends because of this says why before it says goodbye, and
+        the others do not take it for the culprit."""
+        self._desynchronised(calls, [router for router in self.routers if router.link is not None])
+
+    def _desynchronised(self, calls: dict[int, str], tell: list[Router]) -> None:
+        if self._desync is not None:
+            return
+        self._desync = calls
+        for router in tell:
+            if router is not self.routers[self.rank] and not router.gone:
+                self.agent.request(router, Tell(self.number, calls))
         for collective in list(self.under_way.values()):
-            collective.stop(_desync_error(self._desync))
+            collective.stop(_desync_error(calls))
 
     def member_lost(self, router: PeerRouter) -> None:
         if router.index in self.indices:

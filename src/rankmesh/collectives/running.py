@@ -249,7 +249,7 @@ class Collective(Work[Any]):
                 self._open -= 1
                 return
         outgoing = _Sending(self, router, parts or [EMPTY])
-        router.outbound.start(outgoing)  # type: ignore[arg-type]  # of a peer: nobody sends to itself
+        router.outbound.start(outgoing)
         pieces.append(outgoing)
 
     def _receiving(self, receive: Receive) -> _Receiving:
