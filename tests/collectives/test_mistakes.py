@@ -54,7 +54,7 @@ def _err(mesh: Mesh, talk: Talk, mistake: str) -> None:
     mesh.barrier()
     talk.send("ready")
     talk.recv()
-    call = _right if mistake == "absent" else _reduce_all
+    call: Call = _right if mistake == "absent" else _reduce_all
     if mesh.rank == CULPRIT:
         if mistake not in WRONG:
             talk.recv()  # here it is struck, or stays

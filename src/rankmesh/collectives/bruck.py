@@ -7,6 +7,8 @@ it round.
 
 Cost, for b bytes from each rank to each other: ceil(log2(n)) rounds. all_gather sends b(n-1) from each rank, no more
 than any other; all_to_all sends about b·n/2 in each round, which is log2(n)/2 times the least. For small blocks.
+
+Blocks are moved, not reduced: what arrives is what was given, bit by bit.
 """
 
 from __future__ import annotations

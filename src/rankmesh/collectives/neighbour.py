@@ -5,6 +5,8 @@ its other neighbour and exchanges the two blocks that it got last, and so on in 
 
 Cost, for b bytes from each rank: n/2 rounds, b(n-1) bytes sent by each rank, the least. For blocks in between, where
 rounds count and connections to many ranks do not pay. Worlds of an odd size have no pairs: there it is the ring.
+
+Blocks are moved, not reduced: what arrives is what was given, bit by bit.
 """
 
 from __future__ import annotations
