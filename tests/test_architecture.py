@@ -45,8 +45,9 @@ EXEMPT = "rankmesh.testing"
 PURE = (
     "rankmesh.wire", "rankmesh.endpoint.matching", "rankmesh.endpoint.lanes",
     *(f"rankmesh.collectives.{name}" for name in (
-        "plan", "ring", "recursive_doubling", "halving_doubling", "binomial", "bruck", "pairwise", "dissemination",
-        "direct", "scan", "simulator", "choosing", "space", "reducing",
+        "plan", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling", "binomial", "kary", "bruck",
+        "neighbour", "pairwise", "dissemination", "direct", "scatter_gather", "hierarchical", "scan", "simulator",
+        "symmetry", "choosing", "space", "reducing",
     )),
 )  # fmt: skip
 IMPURE = {

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankmesh import CancelledError, ClosedError, Config, Group, Mesh, PeerError, UsageError, Work
+from peers import Call
+from rankmesh import CancelledError, ClosedError, Config, Mesh, PeerError, UsageError, Work
+from rankmesh.collectives.choosing import ALGORITHMS
 from rankmesh.testing import run_world
 from timing import scaled
 
@@ -19,47 +21,74 @@ CONFIG = Config(timeout=scaled(30))
 LIMIT = scaled(50)
 
 
-def _storm(group: Group, seed: int, count: int, failures: list[BaseException]) -> None:
-    """A stream of all_reduces and others without waiting; then wait in an order of one's own."""
-    try:
-        same, own = random.Random(seed), random.Random(seed * 1000 + group.rank)
-        pending: list[tuple[Work[Any], int]] = []
-        for number in range(count):
-            length = same.choice([0, 1, 10, 1000, 20_000])
-            if same.random() < 0.2:
-                group.barrier(async_op=True)
-            work = group.all_reduce(np.full(length, number + group.rank), async_op=True)
-            pending.append((work, number * group.size + sum(range(group.size))))
-        own.shuffle(pending)
-        for work, wanted in pending:
+#: Asynchronous all_reduces per thread, and threads: 204 in flight on each rank.
+EACH, THREADS = 51, 4
+
+
+class Storm:
+    """One thread's share on one rank: all_reduces on three groups of its own, begun without waiting, and waited for in
+    an order of this rank's own."""
+
+    def __init__(self, mesh: Mesh, seed: int) -> None:
+        groups = (mesh.dup(), mesh.split(mesh.rank % 2), mesh.group(list(range(mesh.size))[::-1]))
+        self._groups = [group for group in groups if group is not None]
+        self._same, self._own = random.Random(seed), random.Random(seed * 1000 + mesh.rank)
+        self._pending: list[tuple[Work[Any], int, bool]] = []
+
+    def begin(self) -> None:
+        for number in range(EACH):
+            which, length = self._same.randrange(3), self._same.choice([0, 1, 10, 1000, 20_000])
+            algorithm = self._same.choice([None, *ALGORITHMS["all_reduce"]])
+            if self._same.random() < 0.2:
+                self._groups[which].barrier(async_op=True)
+            group = self._groups[which]
+            mine = np.full(length, number + group.rank)
+            work = group.all_reduce(mine, algorithm=algorithm, async_op=True)
+            self._pending.append((work, number * group.size + sum(range(group.size)), which != 1))
+
+    def under_way(self) -> int:
+        """Those of groups that have all ranks."""
+        return sum(of_all and not work.done() for work, _, of_all in self._pending)
+
+    def of_all(self) -> int:
+        return sum(of_all for _, _, of_all in self._pending)
+
+    def end(self) -> None:
+        self._own.shuffle(self._pending)
+        for work, wanted, _ in self._pending:
             assert (work.result() == wanted).all()
-    except BaseException as error:  # noqa: BLE001  # carried to the main thread
-        failures.append(error)
 
 
 def _in_threads(mesh: Mesh, seed: int) -> None:
-    """Three overlapping groups, and four threads with a copy of each of their own: 204 under way on each rank."""
-    groups = [mesh.split(0), mesh.split(mesh.rank % 2), mesh.group(list(range(mesh.size))[::-1])]
-    failures: list[BaseException] = []
-    threads = []
-    for at in range(4):
-        for which, group in enumerate(groups):
-            assert group is not None
-            args = (group.dup(), seed + 10 * at + which, 17, failures)
-            threads.append(threading.Thread(target=_storm, args=args))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert not failures, failures[0]
+    """Rank 0 begins when the others have begun all of theirs: so these were in flight together."""
+    storms = [Storm(mesh, seed + at) for at in range(THREADS)]
+    if mesh.rank == 0:
+        for rank in range(1, mesh.size):
+            mesh.recv(b"", source=rank)
+    begun = [Call(storm.begin) for storm in storms]
+    for call in begun:
+        call.result(LIMIT)
+    if mesh.rank != 0:
+        assert sum(storm.under_way() for storm in storms) == sum(storm.of_all() for storm in storms) > 100
+        mesh.send(b"", to=0)
+    ended = [Call(storm.end) for storm in storms]
+    for call in ended:
+        call.result(LIMIT)
     mesh.barrier()
 
 
-@pytest.mark.parametrize("transport, processes", [("inproc://", False), ("tcp://", True)])
-def test_many_at_once_on_overlapping_groups_from_threads(transport: str, processes: bool) -> None:
-    seed = random.randrange(2**16)
-    print(f"seed {seed}")
-    run_world(3, _in_threads, transport, processes, args=(seed,), config=CONFIG, timeout=LIMIT)
+WORLDS = {"inproc": ("inproc://", False, {}), "shm": ("tcp://", True, {}), "tcp": ("tcp://", True, {"shm": False})}
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(scaled(300))])])
+@pytest.mark.parametrize("world", WORLDS)
+def test_200_at_once_on_three_overlapping_groups_from_four_threads(world: str, times: int) -> None:
+    transport, processes, settings = WORLDS[world]
+    for _ in range(times):
+        seed = random.randrange(2**16)
+        print(f"seed {seed}")
+        config = CONFIG.override(**settings)
+        run_world(4, _in_threads, transport, processes, args=(seed,), config=config, timeout=LIMIT)
 
 
 def _background(mesh: Mesh) -> None:

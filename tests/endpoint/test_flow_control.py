@@ -43,7 +43,7 @@ def test_sender_stops_at_the_credit_of_its_lane(medium: Medium, nbytes: int) -> 
 
 def test_other_tags_control_and_peers_go_on(medium: Medium) -> None:
     """FEATURES: nexar's one full tag blocks all."""
-    silence = scaled(1)
+    silence = scaled(0.7)
     settings = {**CREDIT, "heartbeat_interval": silence / 10, "heartbeat_timeout": silence}
     third_config = medium.config.override(**settings)
     with open_pair(medium, **settings) as pair, Endpoint(medium.address, config=third_config) as third:

@@ -105,8 +105,9 @@ def test_16_threads_on_one_pair_of_processes() -> None:
 
 
 @pytest.mark.timeout(scaled(180))
-def test_64_threads_on_one_pair_of_processes() -> None:
-    run_storm(Storm(random.randrange(2**32), threads=64, messages=20_000, largest=8 * MIB), processes=True)
+@pytest.mark.parametrize("messages, largest", [(4_000, 4 * MIB), pytest.param(20_000, 8 * MIB, marks=pytest.mark.soak)])
+def test_64_threads_on_one_pair_of_processes(messages: int, largest: int) -> None:
+    run_storm(Storm(random.randrange(2**32), threads=64, messages=messages, largest=largest), processes=True)
 
 
 def test_threads_of_one_process() -> None:

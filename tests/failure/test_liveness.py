@@ -204,12 +204,14 @@ def compute_test(config: Config, seconds: float) -> None:
 
 
 def test_a_rank_that_computes_in_python_is_alive() -> None:
-    compute_test(QUICK, seconds=QUICK.heartbeat_timeout * 4)
+    compute_test(QUICK, seconds=QUICK.heartbeat_timeout * 2.5)
 
 
 @pytest.mark.timeout(scaled(120))
-def test_a_rank_that_computes_for_20_seconds_is_alive_by_default() -> None:
-    compute_test(Config(), seconds=20)
+@pytest.mark.parametrize("timeouts", [1.4, pytest.param(4, marks=pytest.mark.soak)])
+def test_a_rank_that_computes_is_alive_by_default(timeouts: float) -> None:
+    """For so many times the silence that is tolerated: 20 seconds in the long form."""
+    compute_test(Config(), seconds=Config().heartbeat_timeout * timeouts)
 
 
 def be_stopped(mesh: Mesh, talk: Talk) -> None:
@@ -341,7 +343,7 @@ def test_heartbeats_keep_a_quiet_connection_alive(
     there = client.connect(str(proxy.address))
     here = server.accept()
     with caplog.at_level(logging.WARNING, "rankmesh"):
-        threading.Event().wait(2.5 * QUICK.heartbeat_timeout)  # the time is the subject here: nothing is to happen
+        threading.Event().wait(1.5 * QUICK.heartbeat_timeout)  # the time is the subject here: nothing is to happen
     assert caplog.records == []
     there.send(b"still there", tag=1)
     assert here.recv(bytearray(16), tag=1).nbytes == 11

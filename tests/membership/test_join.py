@@ -78,9 +78,9 @@ def test_late_ranks_are_waited_for(url: str) -> None:
 
 
 def test_duplicate_rank_is_named(url: str) -> None:
-    first = Call(join, url, rank=1, size=3, timeout=scaled(3))
-    rank_0 = Call(join, url, rank=0, size=3, timeout=scaled(3))
-    second = Call(join, url, rank=1, size=3, timeout=scaled(3))
+    first = Call(join, url, rank=1, size=3, timeout=scaled(1))
+    rank_0 = Call(join, url, rank=0, size=3, timeout=scaled(1))
+    second = Call(join, url, rank=1, size=3, timeout=scaled(1))
     errors = [error for error in outcomes(first, second) if isinstance(error, JoinError) and "taken" in str(error)]
     assert len(errors) == 1
     assert "Rank 1 is taken by pid" in str(errors[0])
@@ -107,7 +107,7 @@ def test_different_sizes_are_told(url: str) -> None:
 
 
 def test_wrong_token_is_told(url: str) -> None:
-    rank_0 = Call(join, url, rank=0, size=2, timeout=scaled(2), token="right")
+    rank_0 = Call(join, url, rank=0, size=2, timeout=scaled(1), token="right")
     with pytest.raises(JoinError, match="wrong or missing token") as caught:
         join(url, rank=1, size=2, timeout=SOON, token="wrong")
     assert "RANKMESH_TOKEN" in str(caught.value)

@@ -28,7 +28,7 @@ def fuzzer() -> ModuleType:
 
 
 def test_nothing_is_found(fuzzer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    status = fuzzer.main(["--seconds", "6"])
+    status = fuzzer.main(["--seconds", "3"])
     report = capsys.readouterr().out
     print(report)  # with the seed, and the case if there is a finding: pytest shows it when this test fails
     assert status == 0

@@ -167,7 +167,7 @@ def _memory() -> int:
 def test_soak_briefly() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    Call(soak, 4.0, seed).result(timeout=scaled(50))
+    Call(soak, 2.0, seed).result(timeout=scaled(50))
 
 
 @pytest.mark.soak

@@ -31,7 +31,7 @@ def fuzzer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def test_nothing_is_found(fuzzer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    status = fuzzer.main(["--seconds", "4"])
+    status = fuzzer.main(["--seconds", "2"])
     report = capsys.readouterr().out
     print(report)  # with the seed, and the case if there is a finding: pytest shows it when this test fails
     assert status == 0

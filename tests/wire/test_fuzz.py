@@ -32,7 +32,7 @@ def fuzzer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_nothing_is_found(fuzzer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    status = fuzzer.main(["--seconds", "3"])
+    status = fuzzer.main(["--seconds", "2"])
     report = capsys.readouterr().out
     print(report)  # with the seed, and the input if there is a finding: pytest shows it when this test fails
     assert status == 0

@@ -126,6 +126,9 @@ class GroupContext:
         self.rank = rank
         self.routers = routers
         self.indices = {router.index for router in routers}
+        numbers: dict[str, int] = {}
+        #: The host of each member, numbered as they first occur: the same on all ranks.
+        self.hosts = tuple(numbers.setdefault(router.peer.host, len(numbers)) for router in routers)
         self.under_way: dict[int, Collective] = {}
         self._calls: OrderedDict[int, Call] = OrderedDict()
         self._sequence = 0

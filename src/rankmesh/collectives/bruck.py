@@ -7,9 +7,13 @@ it round.
 
 Cost, for b bytes from each rank to each other: ceil(log2(n)) rounds. all_gather sends b(n-1) from each rank, no more
 than any other; all_to_all sends about b·n/2 in each round, which is log2(n)/2 times the least. For small blocks.
+
+Blocks are moved, not reduced: what arrives is what was given, bit by bit.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 from rankmesh.collectives.plan import Copy, Plan, Receive, Round, Send, Span, spans
 
@@ -29,21 +33,23 @@ def all_gather(rank: int, size: int) -> Plan:
         have *= 2
 
 
+@lru_cache(maxsize=1024)
+def _moving(size: int, distance: int, first: int) -> tuple[Span, ...]:
+    """Blocks that go in a round, the same on all ranks: `first` is where those of distance 0 are."""
+    return spans([first + far for far in range(size) if far & distance])
+
+
 def all_to_all(rank: int, size: int) -> Plan:
     """Over 3n blocks of one size: n to send, n to receive, n to work in."""
     out, work = size, 2 * size
-
-    def copies(pairs: list[tuple[int, int]]) -> tuple[Copy, ...]:
-        return tuple(Copy((source, source + 1), (target, target + 1)) for source, target in pairs)
-
-    yield Round(copies=copies([((rank + far) % size, work + far) for far in range(size)]))
+    beyond = work + size - rank  # where the blocks of the first ranks go
+    yield Round(copies=(Copy((rank, size), (work, beyond)), Copy((0, rank), (beyond, work + size))))
     distance = 1
     while distance < size:
-        moving = [far for far in range(size) if far & distance]
-        send = Send((rank + distance) % size, spans([work + far for far in moving]))
+        sent, received = _moving(size, distance, work), _moving(size, distance, out)
         # received into the output, which is free until the end, since what is being sent must not be written to
-        receive = Receive((rank - distance) % size, spans([out + far for far in moving]))
-        yield Round((send,), (receive,))
-        yield Round(copies=copies([(out + far, work + far) for far in moving]))
+        yield Round((Send((rank + distance) % size, sent),), (Receive((rank - distance) % size, received),))
+        yield Round(copies=tuple(map(Copy, received, sent)))
         distance *= 2
-    yield Round(copies=copies([(work + far, out + (rank - far) % size) for far in range(size)]))
+    turned = ((work + far, out + (rank - far) % size) for far in range(size))
+    yield Round(copies=tuple(Copy((source, source + 1), (target, target + 1)) for source, target in turned))

@@ -15,60 +15,131 @@ from rankmesh.collectives import (
     direct,
     dissemination,
     halving_doubling,
+    hierarchical,
+    kary,
+    neighbour,
     pairwise,
+    pipelined_ring,
     recursive_doubling,
     ring,
     scan,
+    scatter_gather,
 )
 from rankmesh.collectives.plan import Plan, Round
 from rankmesh.config import KIB, MIB
 from rankmesh.errors import UsageError
 
 
-class Algorithm(NamedTuple):
-    """How a plan is made: (rank, size), or (rank, size, root) where `rooted`; over how many blocks of what is reduced
-    or broadcast, where that is the algorithm's to say."""
+class World(NamedTuple):
+    """What all ranks know alike, and plans are made of: `hosts[r]` is the host of rank r, as any number."""
 
-    plan: Callable[..., Plan]
-    rooted: bool = False
-    blocks: Callable[[int], int] = lambda size: size
+    size: int
+    hosts: tuple[int, ...]
+    root: int = 0
+    segments: int = 1
 
 
-def _one(size: int) -> int:
+def _per_rank(world: World) -> int:
+    return world.size
+
+
+def _one(world: World) -> int:
     return 1
 
 
+def _segments(world: World) -> int:
+    return world.segments
+
+
+class Algorithm(NamedTuple):
+    """`plan(rank, world)`; over how many blocks of what is reduced or broadcast, where that is the algorithm's to say;
+    in how many segments it travels (of so many bytes, in a world of that size)."""
+
+    plan: Callable[[int, World], Plan]
+    blocks: Callable[[World], int] = _per_rank
+    segments: Callable[[int, int], int] = lambda nbytes, size: 1
+
+
+def _every(plan: Callable[[int, int], Plan], blocks: Callable[[World], int] = _per_rank) -> Algorithm:
+    """All ranks are alike."""
+    return Algorithm(lambda rank, world: plan(rank, world.size), blocks)
+
+
+def _rooted(plan: Callable[[int, int, int], Plan], blocks: Callable[[World], int] = _per_rank) -> Algorithm:
+    """One of them is the root."""
+    return Algorithm(lambda rank, world: plan(rank, world.size, world.root), blocks)
+
+
+def _tree(plan: Callable[[int, int, int, int, int], Plan], arity: int) -> Algorithm:
+    return Algorithm(
+        lambda rank, world: plan(rank, world.size, world.root, arity, world.segments), _segments, kary.segments
+    )
+
+
 ALGORITHMS: Final[dict[str, dict[str, Algorithm]]] = {
-    "barrier": {"dissemination": Algorithm(dissemination.barrier)},
+    "barrier": {
+        "dissemination": _every(dissemination.barrier),
+        "hierarchical": Algorithm(lambda rank, world: hierarchical.barrier(rank, world.hosts)),
+    },
     "broadcast": {
-        "binomial": Algorithm(binomial.broadcast, True, _one),
-        "direct": Algorithm(direct.broadcast, True, _one),
+        "binomial": _rooted(binomial.broadcast, _one),
+        "direct": _rooted(direct.broadcast, _one),
+        "chain": _tree(kary.broadcast, 1),
+        "binary": _tree(kary.broadcast, 2),
+        "quaternary": _tree(kary.broadcast, 4),
+        "scatter_ring": _rooted(scatter_gather.broadcast_by_ring),
+        "scatter_doubling": _rooted(scatter_gather.broadcast_by_doubling),
+        "hierarchical": Algorithm(lambda rank, world: hierarchical.broadcast(rank, world.root, world.hosts), _one),
     },
     "reduce": {
-        "binomial": Algorithm(binomial.reduce, True, _one),
-        "direct": Algorithm(direct.reduce, True, _one),
+        "binomial": _rooted(binomial.reduce, _one),
+        "direct": _rooted(direct.reduce, _one),
+        "chain": _tree(kary.reduce, 1),
+        "binary": _tree(kary.reduce, 2),
+        "quaternary": _tree(kary.reduce, 4),
+        "ring_gather": _rooted(scatter_gather.reduce_by_ring),
+        "halving_gather": _rooted(scatter_gather.reduce_by_halving),
+        "hierarchical": Algorithm(lambda rank, world: hierarchical.reduce(rank, world.root, world.hosts), _one),
     },
     "all_reduce": {
-        "recursive_doubling": Algorithm(recursive_doubling.all_reduce, False, _one),
-        "halving_doubling": Algorithm(halving_doubling.all_reduce, False, halving_doubling.blocks),
-        "ring": Algorithm(ring.all_reduce),
-        "direct": Algorithm(direct.all_reduce),
+        "recursive_doubling": _every(recursive_doubling.all_reduce, _one),
+        "halving_doubling": _every(halving_doubling.all_reduce, lambda world: halving_doubling.blocks(world.size)),
+        "ring": _every(ring.all_reduce),
+        "pipelined_ring": Algorithm(
+            lambda rank, world: pipelined_ring.all_reduce(rank, world.size, world.segments),
+            lambda world: world.size * world.segments,
+            pipelined_ring.segments,
+        ),
+        "direct": _every(direct.all_reduce),
+        "hierarchical": Algorithm(
+            lambda rank, world: hierarchical.all_reduce(rank, world.hosts),
+            lambda world: hierarchical.blocks(world.hosts),
+        ),
     },
-    "reduce_scatter": {"ring": Algorithm(ring.reduce_scatter), "direct": Algorithm(direct.reduce_scatter)},
+    "reduce_scatter": {
+        "ring": _every(ring.reduce_scatter),
+        "recursive_halving": _every(halving_doubling.reduce_scatter),
+        "pairwise": _every(pairwise.reduce_scatter),
+        "direct": _every(direct.reduce_scatter),
+    },
     "all_gather": {
-        "bruck": Algorithm(bruck.all_gather),
-        "ring": Algorithm(ring.all_gather),
-        "direct": Algorithm(direct.all_gather),
+        "bruck": _every(bruck.all_gather),
+        "recursive_doubling": _every(halving_doubling.all_gather),
+        "neighbour": _every(neighbour.all_gather),
+        "ring": _every(ring.all_gather),
+        "pairwise": _every(pairwise.all_gather),
+        "direct": _every(direct.all_gather),
+        "hierarchical": Algorithm(lambda rank, world: hierarchical.all_gather(rank, world.hosts)),
     },
-    "gather": {"binomial": Algorithm(binomial.gather, True), "direct": Algorithm(direct.gather, True)},
-    "scatter": {"binomial": Algorithm(binomial.scatter, True), "direct": Algorithm(direct.scatter, True)},
+    "gather": {"binomial": _rooted(binomial.gather), "direct": _rooted(direct.gather)},
+    "scatter": {"binomial": _rooted(binomial.scatter), "direct": _rooted(direct.scatter)},
     "all_to_all": {
-        "bruck": Algorithm(bruck.all_to_all),
-        "pairwise": Algorithm(pairwise.all_to_all),
-        "direct": Algorithm(direct.all_to_all),
+        "bruck": _every(bruck.all_to_all),
+        "pairwise": _every(pairwise.all_to_all),
+        "direct": _every(direct.all_to_all),
     },
-    "scan": {"doubling": Algorithm(scan.scan, False, _one)},
-    "exscan": {"doubling": Algorithm(scan.exscan, False, _one)},
+    "scan": {"doubling": _every(scan.scan, _one)},
+    "exscan": {"doubling": _every(scan.exscan, _one)},
 }
 
 _ANY: Final = 1 << 62
@@ -115,7 +186,6 @@ def choose(collective: str, nbytes: int, size: int, algorithm: str | None = None
 
 
 @lru_cache(maxsize=1024)
-def rounds(collective: str, algorithm: str, rank: int, size: int, root: int) -> tuple[Round, ...]:
+def rounds(collective: str, algorithm: str, rank: int, world: World) -> tuple[Round, ...]:
     """The plan, made once."""
-    chosen = ALGORITHMS[collective][algorithm]
-    return tuple(chosen.plan(rank, size, root) if chosen.rooted else chosen.plan(rank, size))
+    return tuple(ALGORITHMS[collective][algorithm].plan(rank, world))

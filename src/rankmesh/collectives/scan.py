@@ -6,7 +6,8 @@ on.
 
 Cost, for B bytes: ceil(log2(n)) rounds and as many times B sent by each rank; exscan one round more.
 
-The order of ranks is kept: for functions that do not commute too.
+The order of ranks is kept, for functions that do not commute too, and what is added to what depends on n alone: the
+same bits in every run.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy as np
 from rankmesh.collectives.agent import GroupContext
 from rankmesh.collectives.arguments import Array, as_array, by_rank, flat_input, flat_output, output
 from rankmesh.collectives.calls import Signature
-from rankmesh.collectives.choosing import ALGORITHMS, choose, rounds
+from rankmesh.collectives.choosing import ALGORITHMS, World, choose, rounds
 from rankmesh.collectives.plan import Round
 from rankmesh.collectives.reducing import Op, Reduction
 from rankmesh.collectives.running import Collective
@@ -63,8 +63,9 @@ class Running:
         if not 0 <= root < self.size:
             raise UsageError(f"There is no rank {root} in a group of {self.size}. Correct root.")
         name = choose(collective, nbytes, self.size, options.algorithm)
-        blocks = ALGORITHMS[collective][name].blocks(self.size)
-        return Chosen(collective, name, rounds(collective, name, self.rank, self.size, root), blocks)
+        algorithm = ALGORITHMS[collective][name]
+        world = World(self.size, self._context.hosts, root, algorithm.segments(nbytes, self.size))
+        return Chosen(collective, name, rounds(collective, name, self.rank, world), algorithm.blocks(world))
 
     def _run(
         self,
@@ -122,7 +123,8 @@ class Collectives(Running):
         array = as_array(array)
         flat = flat_input(array) if self.rank == root else flat_output(array, "array")
         chosen = self._choose("broadcast", flat.nbytes, options, root)
-        return self._run(chosen, Space(Part(flat, [flat.size])), lambda: array, options, _of(array), root=root)
+        space = Space(Part(flat, even(flat.size, chosen.blocks)))
+        return self._run(chosen, space, lambda: array, options, _of(array), root=root)
 
     def reduce(
         self,
@@ -157,7 +159,8 @@ class Collectives(Running):
             reduction.finish(flat)
             return target
 
-        return self._run(chosen, Space(Part(flat, [flat.size])), conclude, options, _of(array), reduction, root)
+        space = Space(Part(flat, even(flat.size, chosen.blocks)))
+        return self._run(chosen, space, conclude, options, _of(array), reduction, root)
 
     def all_reduce(
         self,

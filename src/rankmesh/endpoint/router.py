@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rankmesh")
 
+#: Looks at every peer's liveness per heartbeat interval: how finely silence is measured.
+LOOKS: Final = 4
+
 _IN: Final = select.EPOLLIN
 _OUT: Final = select.EPOLLOUT
 _ANY: Final = _IN | _OUT
@@ -164,7 +167,8 @@ class PeerRouter(Conversation):
         if self.inbound.heard:
             self.inbound.heard = False
             self.last_heard = now
-        elif now - self.last_heard > config.heartbeat_timeout:
+        elif now - self.last_heard > config.heartbeat_timeout - 2 * config.heartbeat_interval / LOOKS:
+            # it may have been silent since the look before that one, and the next one would be too late
             self.lose(f"it has been silent for {now - self.last_heard:.1f} s")
             return
         if self.outbound.spoke:
