@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import DTypeLike
 
-from rankmesh.collectives import CollectiveAgent
+from rankmesh.collectives import Chooser, CollectiveAgent
 from rankmesh.config import Config
 from rankmesh.endpoint.endpoint import leave
 from rankmesh.endpoint.peer import Peer as BasePeer
@@ -49,6 +49,7 @@ def join(
     names who is missing or in the way.
     """
     config = (config or Config.from_env()).override(**overrides)
+    chooser = Chooser(config)  # a setting that cannot work is refused before others wait for this rank
     meeting = _meeting(url, rank, size, config)
     deadline = monotonic() + (config.timeout if timeout is None else timeout)
     server: StoreServer | None = None
@@ -59,7 +60,7 @@ def join(
     endpoint: Endpoint | None = None
     try:
         endpoint = open_endpoint(meeting, config, Endpoint)
-        mesh = Mesh(endpoint, meeting.rank, meet(endpoint, meeting, deadline), server)
+        mesh = Mesh(endpoint, meeting.rank, meet(endpoint, meeting, deadline), chooser, server)
         mesh.gather_at_hub(deadline)
     except BaseException:
         if endpoint is not None:
@@ -110,7 +111,12 @@ class Mesh(Group):
     _kind = "world"
 
     def __init__(
-        self, endpoint: Endpoint, rank: int, members: Sequence[Member], server: StoreServer | None = None
+        self,
+        endpoint: Endpoint,
+        rank: int,
+        members: Sequence[Member],
+        chooser: Chooser,
+        server: StoreServer | None = None,
     ) -> None:
         self.epoch = 0
         self._endpoint = endpoint
@@ -120,7 +126,7 @@ class Mesh(Group):
             added = [endpoint.add_member(member.identity(), oneself=member.rank == rank) for member in members]
             peers = [peer for peer in added if isinstance(peer, Peer)]
             numbers = group_numbers(rank, len(members))
-            self._form(hub, CollectiveAgent(endpoint), WORLD, rank, peers, numbers)
+            self._form(hub, CollectiveAgent(endpoint, chooser), WORLD, rank, peers, numbers)
             endpoint.number_ranks(self._routers)
             hub.on_lost = self._on_lost
             hub.on_control = self._on_control

@@ -27,6 +27,7 @@ import msgspec
 
 from rankmesh.collectives.calls import Call, Signature
 from rankmesh.collectives.running import Collective
+from rankmesh.collectives.tuning import Chooser
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.transfers import Send
 from rankmesh.errors import ClosedError, DesyncError, ProtocolError, RankmeshError, TransferAborted
@@ -126,9 +127,9 @@ class GroupContext:
         self.rank = rank
         self.routers = routers
         self.indices = {router.index for router in routers}
-        numbers: dict[str, int] = {}
-        #: The host of each member, numbered as they first occur: the same on all ranks.
-        self.hosts = tuple(numbers.setdefault(router.peer.host, len(numbers)) for router in routers)
+        names = [router.peer.host for router in routers]
+        #: The host of each member, by the first member that is there: the same on all of them.
+        self.hosts = tuple(names.index(name) for name in names)
         self.under_way: dict[int, Collective] = {}
         self._calls: OrderedDict[int, Call] = OrderedDict()
         self._sequence = 0
@@ -249,8 +250,9 @@ def _desync_error(calls: dict[int, str]) -> DesyncError:
 class CollectiveAgent:
     """See the module's text. One per endpoint."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, chooser: Chooser) -> None:
         self.hub = endpoint.hub
+        self.chooser = chooser
         self.contexts: dict[int, GroupContext] = {}
         self._timer: Timer | None = None
         #: When each stalled collective asked last, and since when it is known that somebody called something else.

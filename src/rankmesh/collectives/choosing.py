@@ -1,6 +1,7 @@
 """Which algorithm a collective runs: every one there is, and a table that chooses among them.
 
-The choice depends on nothing but what all ranks know alike: the collective, the bytes, the size of the world.
+The choice depends on nothing but what all ranks know alike: the collective, the bytes, the size of the world and the
+number of its hosts. Settings come before the table: see tuning.py.
 """
 
 from __future__ import annotations
@@ -146,11 +147,13 @@ _ANY: Final = 1 << 62
 
 
 class Choice(NamedTuple):
-    """The algorithm for up to so many bytes (of the whole array; of one block for the last five), and so many ranks."""
+    """The algorithm for up to so many bytes (of the whole array; of one block for the last five), so many ranks, and so
+    many hosts: 1 means that all are on one."""
 
     nbytes: int
     size: int
     algorithm: str
+    hosts: int = _ANY
 
 
 #: The first row that holds is taken.
@@ -174,7 +177,7 @@ TABLE: Final[dict[str, tuple[Choice, ...]]] = {
 }
 
 
-def choose(collective: str, nbytes: int, size: int, algorithm: str | None = None) -> str:
+def choose(collective: str, nbytes: int, size: int, algorithm: str | None = None, hosts: int = 1) -> str:
     """The algorithm's name: `algorithm` if given and there is one of that name, otherwise the table's."""
     if algorithm is not None:
         if algorithm not in ALGORITHMS[collective]:
@@ -182,7 +185,9 @@ def choose(collective: str, nbytes: int, size: int, algorithm: str | None = None
                 f"{collective} has no algorithm {algorithm!r}. Use one of {', '.join(ALGORITHMS[collective])}, or None."
             )
         return algorithm
-    return next(row.algorithm for row in TABLE[collective] if nbytes <= row.nbytes and size <= row.size)
+    return next(
+        row.algorithm for row in TABLE[collective] if nbytes <= row.nbytes and size <= row.size and hosts <= row.hosts
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -23,7 +23,7 @@ import numpy as np
 from rankmesh.collectives.agent import GroupContext
 from rankmesh.collectives.arguments import Array, as_array, by_rank, flat_input, flat_output, output
 from rankmesh.collectives.calls import Signature
-from rankmesh.collectives.choosing import ALGORITHMS, World, choose, rounds
+from rankmesh.collectives.choosing import ALGORITHMS, World, rounds
 from rankmesh.collectives.plan import Round
 from rankmesh.collectives.reducing import Op, Reduction
 from rankmesh.collectives.running import Collective
@@ -62,9 +62,10 @@ class Running:
     def _choose(self, collective: str, nbytes: int, options: Options, root: int = 0) -> Chosen:
         if not 0 <= root < self.size:
             raise UsageError(f"There is no rank {root} in a group of {self.size}. Correct root.")
-        name = choose(collective, nbytes, self.size, options.algorithm)
+        context = self._context
+        name = context.agent.chooser.choose(collective, nbytes, self.size, len({*context.hosts}), options.algorithm)
         algorithm = ALGORITHMS[collective][name]
-        world = World(self.size, self._context.hosts, root, algorithm.segments(nbytes, self.size))
+        world = World(self.size, context.hosts, root, algorithm.segments(nbytes, self.size))
         return Chosen(collective, name, rounds(collective, name, self.rank, world), algorithm.blocks(world))
 
     def _run(
