@@ -24,7 +24,7 @@ import numpy as np
 from rankmesh.buffers import EMPTY, readable
 from rankmesh.collectives.calls import Call
 from rankmesh.collectives.plan import Into, Receive, Round, Send
-from rankmesh.collectives.reducing import Reduction
+from rankmesh.collectives.reducing import Reducer
 from rankmesh.collectives.space import Space
 from rankmesh.config import KIB
 from rankmesh.endpoint import transfers
@@ -147,7 +147,7 @@ class Collective(Work[Any]):
         call: Call,
         plan: Iterable[Round],
         space: Space,
-        reduction: Reduction | None,
+        reduction: Reducer | None,
         conclude: Callable[[], Any],
         timeout: float,
     ) -> None:
