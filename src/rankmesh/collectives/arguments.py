@@ -51,6 +51,8 @@ def output(out: Any, shape: tuple[int, ...], kind: Kind) -> Operand:
     if out is None:
         array = np.empty(shape, kind.dtype)
         return Operand(kind.value(array), array, kind)
+    if not isinstance(out, np.ndarray | bytearray | memoryview) and not is_tensor(out):
+        raise UsageError(f"out is a {type(out).__name__}, which has no memory to write to. Pass an array or a tensor.")
     found = operand(out)
     if found.array.shape != shape or found.kind.name != kind.name or found.array.dtype != kind.dtype:
         raise UsageError(

@@ -15,21 +15,22 @@ For all of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rankmesh.collectives import fusing
 from rankmesh.collectives.agent import GroupContext
 from rankmesh.collectives.arguments import Array, Operand, by_rank, flat_input, flat_output, operand, output
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.choosing import ALGORITHMS, choose, rounds
+from rankmesh.collectives.fusing import is_list
 from rankmesh.collectives.kinds import Kind
 from rankmesh.collectives.plan import Round
 from rankmesh.collectives.reducing import Op, Reducer, Reduction
 from rankmesh.collectives.running import Collective
 from rankmesh.collectives.space import Part, Space, even
-from rankmesh.collectives.tensors import is_tensor
 from rankmesh.errors import UsageError
 
 
@@ -124,8 +125,11 @@ class Collectives(Running):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """The root's array, in every rank's array of the same dtype and number of elements."""
+        """The root's array, in every rank's array of the same dtype and number of elements. A list of arrays travels
+        as one (fusing.py)."""
         options = Options(algorithm, async_op, timeout)
+        if is_list(array):
+            return fusing.broadcast(self, array, root, options)
         given = operand(array)
         flat = flat_input(given.array) if self.rank == root else flat_output(given.array, "array")
         chosen = self._choose("broadcast", flat.nbytes, options, root)
@@ -173,11 +177,11 @@ class Collectives(Running):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """All ranks' arrays reduced, on every rank: in `out`, or in place. A list of arrays of one dtype travels as
-        one."""
+        """All ranks' arrays reduced, on every rank: in `out`, or in place. A list of arrays travels as one, or as one
+        for each dtype in it (fusing.py), and is returned as a list."""
         options = Options(algorithm, async_op, timeout)
-        if isinstance(array, list | tuple) and all(isinstance(one, np.ndarray) or is_tensor(one) for one in array):
-            return self._all_reduce_list(array, op, out, options)
+        if is_list(array):
+            return fusing.all_reduce(self, array, op, out, options)
         given = operand(array)
         target, flat = _in_place_or(out, given)
         return self._all_reduce_flat(flat, given.kind, op, options, lambda: target.value)
@@ -192,29 +196,6 @@ class Collectives(Running):
 
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
         return self._run(chosen, space, finish, options, f"{flat.size} {kind.name}", reduction)
-
-    def _all_reduce_list(self, arrays: Sequence[Any], op: Op, out: Sequence[Any] | None, options: Options) -> Any:
-        given = [operand(array) for array in arrays]
-        if not given:
-            raise UsageError("all_reduce was given a list without arrays. Pass at least one.")
-        kind = given[0].kind
-        if any(one.kind.name != kind.name for one in given):
-            raise UsageError("The arrays of one all_reduce have one dtype. Make a call for each dtype.")
-        targets = given if out is None else [output(o, g.array.shape, g.kind) for o, g in zip(out, given, strict=True)]
-        for target in targets:
-            if not target.array.flags.writeable:
-                flat_output(target.array)
-        fused = np.concatenate([one.array.reshape(-1) for one in given])
-
-        def spread() -> list[Any]:
-            at = 0
-            for target in targets:
-                array = target.array
-                array[...] = fused[at : at + array.size].reshape(array.shape)
-                at += array.size
-            return [target.value for target in targets]
-
-        return self._all_reduce_flat(fused, kind, op, options, spread)
 
     def all_gather(
         self,
