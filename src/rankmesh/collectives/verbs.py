@@ -25,6 +25,7 @@ from rankmesh.collectives.agent import GroupContext
 from rankmesh.collectives.arguments import Array, Operand, by_rank, flat_input, flat_output, operand, output
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.choosing import ALGORITHMS, choose, rounds
+from rankmesh.collectives.compression import Compressor, exchange
 from rankmesh.collectives.fusing import is_list
 from rankmesh.collectives.kinds import Kind
 from rankmesh.collectives.plan import Round
@@ -173,13 +174,17 @@ class Collectives(Running):
         op: Op = "sum",
         *,
         out: Any = None,
+        compression: Compressor | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """All ranks' arrays reduced, on every rank: in `out`, or in place. A list of arrays travels as one, or as one
-        for each dtype in it (fusing.py), and is returned as a list."""
+        for each dtype in it (fusing.py), and is returned as a list. `compression`: how a sum or an average of floating
+        point numbers is sent in fewer bytes (compression/)."""
         options = Options(algorithm, async_op, timeout)
+        if compression is not None:
+            return exchange.all_reduce(self, array, op, out, compression, options)
         if is_list(array):
             return fusing.all_reduce(self, array, op, out, options)
         given = operand(array)
