@@ -7,21 +7,58 @@ from typing import Any
 
 import numpy as np
 
+from rankmesh.collectives.kinds import Array, Kind, kind_of
+from rankmesh.collectives.tensors import is_tensor, tensor_kind
 from rankmesh.errors import UsageError
 
-Array = np.ndarray[Any, Any]
+__all__ = ["Array", "Operand", "by_rank", "flat_input", "flat_output", "operand", "output", "row_counts", "rows_of"]
 
 
-def as_array(data: Any) -> Array:
-    """An array over the memory of `data` where it has any; a number becomes a new one."""
-    if not isinstance(data, np.ndarray):
-        data = np.frombuffer(data, np.uint8) if isinstance(data, bytes | bytearray | memoryview) else np.asarray(data)
-    if data.dtype.hasobject:
+class Operand:
+    """An array or a tensor: as its user has it (`value`), as memory (`array`), and what its elements are (`kind`)."""
+
+    __slots__ = ("array", "kind", "value")
+
+    def __init__(self, value: Any, array: Array, kind: Kind) -> None:
+        self.value = value
+        self.array = array
+        self.kind = kind
+
+    @property
+    def what(self) -> str:
+        """How ranks call it."""
+        return f"{self.array.size} {self.kind.name}"
+
+    @property
+    def rows(self) -> str:
+        """The same of one whose number of rows may differ from rank to rank."""
+        return f"rows of {self.array.shape[1:]} {self.kind.name}"
+
+
+def operand(data: Any) -> Operand:
+    """Over the memory of `data` where it has any; a number becomes a new array."""
+    if isinstance(data, np.ndarray):
+        return Operand(data, data, kind_of(data.dtype))
+    if is_tensor(data):
+        kind = tensor_kind(data.dtype)
+        return Operand(data, kind.memory(data), kind)
+    array = np.frombuffer(data, np.uint8) if isinstance(data, bytes | bytearray | memoryview) else np.asarray(data)
+    return Operand(array, array, kind_of(array.dtype))
+
+
+def output(out: Any, shape: tuple[int, ...], kind: Kind) -> Operand:
+    """`out` if it fits, or a new one if it is None."""
+    if out is None:
+        array = np.empty(shape, kind.dtype)
+        return Operand(kind.value(array), array, kind)
+    if not isinstance(out, np.ndarray | bytearray | memoryview) and not is_tensor(out):
+        raise UsageError(f"out is a {type(out).__name__}, which has no memory to write to. Pass an array or a tensor.")
+    found = operand(out)
+    if found.array.shape != shape or found.kind.name != kind.name or found.array.dtype != kind.dtype:
         raise UsageError(
-            "This array holds references to Python objects, not their bytes. Use the object forms, such as "
-            "all_gather_object()."
+            f"out is {found.kind.name} of shape {found.array.shape}, the result {kind.name} of shape {shape}. "
+            "Correct out."
         )
-    found: Array = data
     return found
 
 
@@ -32,25 +69,14 @@ def flat_input(array: Array) -> Array:
 
 def flat_output(array: Array, what: str = "out") -> Array:
     """The same for what is written to."""
-    if not array.flags.c_contiguous:
+    flags = array.flags
+    if not flags.c_contiguous:
         raise UsageError(
             f"{what} of shape {array.shape} is not contiguous. Pass numpy.ascontiguousarray(x) and copy back."
         )
-    if not array.flags.writeable:
+    if not flags.writeable:
         raise UsageError(f"{what} is read-only, and the result goes there. Pass a writable array, or out=.")
     return array.reshape(-1)
-
-
-def output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """`out` if it fits, or a new array if it is None."""
-    if out is None:
-        return np.empty(shape, dtype)
-    array = as_array(out)
-    if array.shape != shape or array.dtype != dtype:
-        raise UsageError(
-            f"out is {array.dtype} of shape {array.shape}, the result {dtype} of shape {shape}. Correct out."
-        )
-    return array
 
 
 def by_rank(array: Array, size: int, what: str) -> tuple[int, ...]:

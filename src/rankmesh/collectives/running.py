@@ -24,7 +24,7 @@ import numpy as np
 from rankmesh.buffers import EMPTY, readable
 from rankmesh.collectives.calls import Call
 from rankmesh.collectives.plan import Into, Receive, Round, Send
-from rankmesh.collectives.reducing import Reduction
+from rankmesh.collectives.reducing import Reducer
 from rankmesh.collectives.space import Space
 from rankmesh.config import KIB
 from rankmesh.endpoint import transfers
@@ -147,7 +147,7 @@ class Collective(Work[Any]):
         call: Call,
         plan: Iterable[Round],
         space: Space,
-        reduction: Reduction | None,
+        reduction: Reducer | None,
         conclude: Callable[[], Any],
         timeout: float,
     ) -> None:
@@ -201,14 +201,19 @@ class Collective(Work[Any]):
                     return
                 following = next(self._rounds, None)
                 if following is None:
-                    self._succeed()
+                    self._succeed(leading)
                     return
                 self._begin_round(following)
         except Exception as error:  # noqa: BLE001  # also what a user's function raised: it is the caller's to see
             self.stop(error)
 
-    def _succeed(self) -> None:
-        value = self._conclude()
+    def _succeed(self, leading: bool) -> None:
+        if self._space.nbytes <= _MUCH:
+            value = self._conclude()
+        else:
+            value = self._without_lock(self._conclude, leading)
+            if self.finished:  # stopped meanwhile
+                return
         self.context.ended(self)
         self.finish(value)
 
@@ -295,11 +300,16 @@ class Collective(Work[Any]):
         if not much and not (self._reduction is not None and self._reduction.is_users):
             self._settle()
             return True
+        self._without_lock(self._settle, leading)
+        return not self.finished
+
+    def _without_lock(self, what: Callable[[], Any], leading: bool) -> Any:
+        """What stops it meanwhile, stops it afterwards."""
         engine = self._engine
         self._busy = True
         leader = engine.step_down() if leading else engine.lock.release()
         try:
-            self._settle()
+            return what()
         finally:
             if leading:
                 engine.step_up(leader)
@@ -308,7 +318,6 @@ class Collective(Work[Any]):
             self._busy = False
             if self._doomed is not None:
                 self.stop(self._doomed)
-        return not self.finished
 
     def _settle(self) -> None:
         for (_, spans, into), aside in self._aside:

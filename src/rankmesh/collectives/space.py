@@ -37,6 +37,11 @@ class Space:
             self._parts.append((first, array, readable(array), [0, *accumulate(counts)]))
             first += len(counts)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return sum(memory.nbytes for _, _, memory, _ in self._parts)
+
     def array(self, span: Span) -> Array:
         """The elements of a span, where they lie."""
         first, array, _, bounds = self._part(span)

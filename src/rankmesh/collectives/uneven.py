@@ -13,15 +13,28 @@ import numpy as np
 
 from rankmesh import codec
 from rankmesh.buffers import readable
-from rankmesh.collectives.arguments import Array, as_array, flat_input, flat_output, output, row_counts, rows_of
+from rankmesh.collectives.arguments import (
+    Array,
+    Operand,
+    flat_input,
+    flat_output,
+    operand,
+    output,
+    row_counts,
+    rows_of,
+)
 from rankmesh.collectives.reducing import Op
 from rankmesh.collectives.space import Part, Space
 from rankmesh.collectives.verbs import Collectives, Options
 from rankmesh.errors import UsageError
 
 
-def _rows(array: Array) -> str:
-    return f"rows of {array.shape[1:]} {array.dtype.name}"
+def _of_rows(data: Any) -> Operand:
+    """A number is a row."""
+    given = operand(data)
+    if not given.array.ndim:
+        given.array = given.array.reshape(1)
+    return given
 
 
 class UnevenCollectives(Collectives):
@@ -48,16 +61,18 @@ class UnevenCollectives(Collectives):
     ) -> Any:
         """All ranks' rows one after the other, on every rank."""
         options = Options(algorithm, async_op, timeout)
-        array = np.atleast_1d(as_array(array))
-        rows = self._told_counts(array.shape[0], counts, options, "all_gather_v")
-        each = rows_of(array, rows[self.rank], "all_gather_v")
-        target = output(out, (sum(rows), *array.shape[1:]), array.dtype)
+        given = _of_rows(array)
+        own = given.array
+        rows = self._told_counts(own.shape[0], counts, options, "all_gather_v")
+        each = rows_of(own, rows[self.rank], "all_gather_v")
+        target = output(out, (sum(rows), *own.shape[1:]), given.kind)
         first = sum(rows[: self.rank])
-        flat = flat_output(target)
-        target[first : first + len(array)] = array
-        chosen = self._choose("all_gather", max(rows) * each * array.itemsize, options)
+        flat = flat_output(target.array)
+        target.array[first : first + len(own)] = own
+        chosen = self._choose("all_gather", max(rows) * each * own.itemsize, options)
         space = Space(Part(flat, [count * each for count in rows]))
-        return self._run(chosen, space, lambda: target, options, f"{rows} {_rows(array)}", name="all_gather_v")
+        what = f"{rows} {given.rows}"
+        return self._run(chosen, space, lambda: target.value, options, what, name="all_gather_v")
 
     def gather_v(
         self,
@@ -72,21 +87,22 @@ class UnevenCollectives(Collectives):
     ) -> Any:
         """All ranks' rows one after the other, at the root. None on the others."""
         options = Options(algorithm, async_op, timeout)
-        array = np.atleast_1d(as_array(array))
-        rows = self._told_counts(array.shape[0], counts, options, "gather_v")
-        each = rows_of(array, rows[self.rank], "gather_v")
-        chosen = self._choose("gather", max(rows) * each * array.itemsize, options, root)
-        target: Array | None = None
+        given = _of_rows(array)
+        own = given.array
+        rows = self._told_counts(own.shape[0], counts, options, "gather_v")
+        each = rows_of(own, rows[self.rank], "gather_v")
+        chosen = self._choose("gather", max(rows) * each * own.itemsize, options, root)
+        result: Any = None
         if self.rank == root or chosen.receives:
-            whole = output(out if self.rank == root else None, (sum(rows), *array.shape[1:]), array.dtype)
-            target = whole if self.rank == root else None
+            whole = output(out if self.rank == root else None, (sum(rows), *own.shape[1:]), given.kind)
+            result = whole.value if self.rank == root else None
             first = sum(rows[: self.rank])
-            whole[first : first + len(array)] = array
-            space = Space(Part(flat_output(whole), [count * each for count in rows]))
+            whole.array[first : first + len(own)] = own
+            space = Space(Part(flat_output(whole.array), [count * each for count in rows]))
         else:
-            space = self._own_block(flat_input(array))
-        what = f"{rows} {_rows(array)}"
-        return self._run(chosen, space, lambda: target, options, what, root=root, name="gather_v")
+            space = self._own_block(flat_input(own))
+        what = f"{rows} {given.rows}"
+        return self._run(chosen, space, lambda: result, options, what, root=root, name="gather_v")
 
     def scatter_v(
         self,
@@ -106,18 +122,19 @@ class UnevenCollectives(Collectives):
             raise UsageError(
                 "Ranks other than the root do not know what scatter_v brings. Pass out=, of the right shape and dtype."
             )
-        given = as_array(array) if self.rank == root else as_array(out)
-        each = rows_of(given, sum(rows) if self.rank == root else rows[self.rank], "scatter_v")
-        target = output(out, (rows[self.rank], *given.shape[1:]), given.dtype)
-        own, parts = flat_output(target), [count * each for count in rows]
-        chosen = self._choose("scatter", max(rows) * each * given.itemsize, options, root)
-        what = f"{rows} {_rows(given)}"
+        given = operand(array if self.rank == root else out)
+        whole = given.array
+        each = rows_of(whole, sum(rows) if self.rank == root else rows[self.rank], "scatter_v")
+        target = output(out, (rows[self.rank], *whole.shape[1:]), given.kind)
+        own, parts = flat_output(target.array), [count * each for count in rows]
+        chosen = self._choose("scatter", max(rows) * each * whole.itemsize, options, root)
+        what = f"{rows} {given.rows}"
         if self.rank != root:
-            return self._take_part(chosen, own, parts, lambda: target, options, what, root, "scatter_v")
+            return self._take_part(chosen, own, parts, lambda: target.value, options, what, root, "scatter_v")
         first = sum(rows[:root])
-        target[...] = given[first : first + rows[root]]
-        space = Space(Part(flat_input(given), parts))
-        return self._run(chosen, space, lambda: target, options, what, root=root, name="scatter_v")
+        target.array[...] = whole[first : first + rows[root]]
+        space = Space(Part(flat_input(whole), parts))
+        return self._run(chosen, space, lambda: target.value, options, what, root=root, name="scatter_v")
 
     def reduce_scatter_v(
         self,
@@ -132,12 +149,11 @@ class UnevenCollectives(Collectives):
     ) -> Any:
         """Of all ranks' arrays: this rank's rows, reduced. All ranks pass the counts."""
         options = Options(algorithm, async_op, timeout)
-        array = as_array(array)
+        given = operand(array)
         rows = row_counts(counts, self.size, "reduce_scatter_v")
-        each = rows_of(array, sum(rows), "reduce_scatter_v")
-        target = output(out, (rows[self.rank], *array.shape[1:]), array.dtype)
-        parts = [count * each for count in rows]
-        return self._reduce_parts(array, op, flat_output(target), parts, lambda: target, options, "reduce_scatter_v")
+        each = rows_of(given.array, sum(rows), "reduce_scatter_v")
+        target = output(out, (rows[self.rank], *given.array.shape[1:]), given.kind)
+        return self._reduce_parts(given, op, target, [count * each for count in rows], options, "reduce_scatter_v")
 
     def all_to_all_v(
         self,
@@ -155,9 +171,9 @@ class UnevenCollectives(Collectives):
         options = Options(algorithm or "pairwise", async_op, timeout)
         if options.algorithm == "bruck":
             raise UsageError("bruck moves blocks of one size. Use pairwise or direct for all_to_all_v.")
-        array = as_array(array)
+        given = operand(array)
         rows = row_counts(counts, self.size, "all_to_all_v")
-        each = rows_of(array, sum(rows), "all_to_all_v")
+        each = rows_of(given.array, sum(rows), "all_to_all_v")
         if out_counts is None:
             if async_op:
                 raise UsageError("all_to_all_v with async_op=True needs out_counts: telling them would be waited for.")
@@ -168,13 +184,13 @@ class UnevenCollectives(Collectives):
                 f"all_to_all_v keeps {rows[self.rank]} rows for this rank by counts, and {coming[self.rank]} by "
                 "out_counts. Correct one of them."
             )
-        target = output(out, (sum(coming), *array.shape[1:]), array.dtype)
-        flat, came = flat_input(array), flat_output(target)
+        target = output(out, (sum(coming), *given.array.shape[1:]), given.kind)
+        flat, came = flat_input(given.array), flat_output(target.array)
         if np.may_share_memory(flat, came):
             flat = flat.copy()
         chosen = self._choose("all_to_all", flat.nbytes, options)
         space = Space(Part(flat, [count * each for count in rows]), Part(came, [count * each for count in coming]))
-        return self._run(chosen, space, lambda: target, options, _rows(array), name="all_to_all_v")
+        return self._run(chosen, space, lambda: target.value, options, given.rows, name="all_to_all_v")
 
     # ------------------------------------------------------------------ objects
 

@@ -4,8 +4,8 @@ For all of them:
 
 - Every member of the group calls the same collectives in the same order; where they do not, DesyncError says who
   called what. Threads that call independently use groups of their own: `dup()`.
-- Arrays are C-contiguous where they are written to. `out=None` means in place where the result has the shape of the
-  input, otherwise a new array. The result is returned.
+- Arrays are numpy's or torch's on the CPU, C-contiguous where they are written to. `out=None` means in place where the
+  result has the shape of the input, otherwise a new one of the same library. The result is returned.
 - `algorithm` overrides the choice (choosing.py), on all ranks alike. `async_op=True` returns a Work at once, whose
   result is the collective's; the arrays belong to it until it is done. `timeout` is in seconds (None:
   Config.timeout).
@@ -15,17 +15,21 @@ For all of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rankmesh.collectives import fusing
 from rankmesh.collectives.agent import GroupContext
-from rankmesh.collectives.arguments import Array, as_array, by_rank, flat_input, flat_output, output
+from rankmesh.collectives.arguments import Array, Operand, by_rank, flat_input, flat_output, operand, output
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.choosing import ALGORITHMS, World, rounds
+from rankmesh.collectives.compression import Compressor, exchange
+from rankmesh.collectives.fusing import is_list
+from rankmesh.collectives.kinds import Kind
 from rankmesh.collectives.plan import Round
-from rankmesh.collectives.reducing import Op, Reduction
+from rankmesh.collectives.reducing import Op, Reducer, Reduction
 from rankmesh.collectives.running import Collective
 from rankmesh.collectives.space import Part, Space, even
 from rankmesh.errors import UsageError
@@ -75,7 +79,7 @@ class Running:
         conclude: Callable[[], Any],
         options: Options,
         what: str = "",
-        reduction: Reduction | None = None,
+        reduction: Reducer | None = None,
         root: int | None = None,
         name: str = "",
     ) -> Any:
@@ -98,8 +102,13 @@ class Running:
         )
 
 
-def _of(array: Array) -> str:
-    return f"{array.size} {array.dtype.name}"
+def _in_place_or(out: Any, given: Operand) -> tuple[Operand, Array]:
+    """Where a result of the shape of its input goes, with the input in it; and that as a flat array."""
+    target = given if out is None else output(out, given.array.shape, given.kind)
+    flat = flat_output(target.array)
+    if target is not given:
+        np.copyto(target.array, given.array)
+    return target, flat
 
 
 class Collectives(Running):
@@ -119,13 +128,16 @@ class Collectives(Running):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """The root's array, in every rank's array of the same dtype and number of elements."""
+        """The root's array, in every rank's array of the same dtype and number of elements. A list of arrays travels
+        as one (fusing.py)."""
         options = Options(algorithm, async_op, timeout)
-        array = as_array(array)
-        flat = flat_input(array) if self.rank == root else flat_output(array, "array")
+        if is_list(array):
+            return fusing.broadcast(self, array, root, options)
+        given = operand(array)
+        flat = flat_input(given.array) if self.rank == root else flat_output(given.array, "array")
         chosen = self._choose("broadcast", flat.nbytes, options, root)
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
-        return self._run(chosen, space, lambda: array, options, _of(array), root=root)
+        return self._run(chosen, space, lambda: given.value, options, given.what, root=root)
 
     def reduce(
         self,
@@ -140,28 +152,25 @@ class Collectives(Running):
     ) -> Any:
         """All ranks' arrays reduced, at the root: in `out`, or in place. None on the other ranks, whose arrays stay."""
         options = Options(algorithm, async_op, timeout)
-        array = as_array(array)
-        reduction = Reduction(op, array.dtype, self.size)
-        chosen = self._choose("reduce", array.nbytes, options, root)
-        target: Array = array
+        given = operand(array)
+        reduction = Reduction(op, given.kind, self.size)
+        chosen = self._choose("reduce", given.array.nbytes, options, root)
+        target: Operand = given
         if self.rank == root:
-            target = array if out is None else output(out, array.shape, array.dtype)
-            flat = flat_output(target)
-            if target is not array:
-                np.copyto(target, array)
+            target, flat = _in_place_or(out, given)
         else:
-            flat = flat_input(array)
-            if chosen.receives and np.may_share_memory(flat, array):
+            flat = flat_input(given.array)
+            if chosen.receives and np.may_share_memory(flat, given.array):
                 flat = flat.copy()
 
-        def conclude() -> Array | None:
+        def conclude() -> Any:
             if self.rank != root:
                 return None
             reduction.finish(flat)
-            return target
+            return target.value
 
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
-        return self._run(chosen, space, conclude, options, _of(array), reduction, root)
+        return self._run(chosen, space, conclude, options, given.what, reduction, root)
 
     def all_reduce(
         self,
@@ -169,24 +178,25 @@ class Collectives(Running):
         op: Op = "sum",
         *,
         out: Any = None,
+        compression: Compressor | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """All ranks' arrays reduced, on every rank: in `out`, or in place. A list of arrays of one dtype travels as
-        one."""
+        """All ranks' arrays reduced, on every rank: in `out`, or in place. A list of arrays travels as one, or as one
+        for each dtype in it (fusing.py), and is returned as a list. `compression`: how a sum or an average of floating
+        point numbers is sent in fewer bytes (compression/)."""
         options = Options(algorithm, async_op, timeout)
-        if isinstance(array, list | tuple) and all(isinstance(one, np.ndarray) for one in array):
-            return self._all_reduce_list(array, op, out, options)
-        array = as_array(array)
-        target = array if out is None else output(out, array.shape, array.dtype)
-        flat = flat_output(target)
-        if target is not array:
-            np.copyto(target, array)
-        return self._all_reduce_flat(flat, op, options, lambda: target)
+        if compression is not None:
+            return exchange.all_reduce(self, array, op, out, compression, options)
+        if is_list(array):
+            return fusing.all_reduce(self, array, op, out, options)
+        given = operand(array)
+        target, flat = _in_place_or(out, given)
+        return self._all_reduce_flat(flat, given.kind, op, options, lambda: target.value)
 
-    def _all_reduce_flat(self, flat: Array, op: Op, options: Options, conclude: Callable[[], Any]) -> Any:
-        reduction = Reduction(op, flat.dtype, self.size)
+    def _all_reduce_flat(self, flat: Array, kind: Kind, op: Op, options: Options, conclude: Callable[[], Any]) -> Any:
+        reduction = Reduction(op, kind, self.size)
         chosen = self._choose("all_reduce", flat.nbytes, options)
 
         def finish() -> Any:
@@ -194,28 +204,7 @@ class Collectives(Running):
             return conclude()
 
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
-        return self._run(chosen, space, finish, options, _of(flat), reduction)
-
-    def _all_reduce_list(self, arrays: Sequence[Array], op: Op, out: Sequence[Any] | None, options: Options) -> Any:
-        arrays = [as_array(array) for array in arrays]
-        if len({array.dtype for array in arrays}) > 1:
-            raise UsageError("The arrays of one all_reduce have one dtype. Make a call for each dtype.")
-        targets = arrays if out is None else [output(o, a.shape, a.dtype) for o, a in zip(out, arrays, strict=True)]
-        if not arrays:
-            raise UsageError("all_reduce was given a list without arrays. Pass at least one.")
-        for target in targets:
-            if not target.flags.writeable:
-                flat_output(target)
-        fused = np.concatenate([array.reshape(-1) for array in arrays])
-
-        def spread() -> list[Array]:
-            at = 0
-            for target in targets:
-                target[...] = fused[at : at + target.size].reshape(target.shape)
-                at += target.size
-            return list(targets)
-
-        return self._all_reduce_flat(fused, op, options, spread)
+        return self._run(chosen, space, finish, options, f"{flat.size} {kind.name}", reduction)
 
     def all_gather(
         self,
@@ -228,12 +217,14 @@ class Collectives(Running):
     ) -> Any:
         """All ranks' arrays, of one shape and dtype, on every rank: an array whose first dimension is the ranks."""
         options = Options(algorithm, async_op, timeout)
-        array = as_array(array)
-        target = output(out, (self.size, *array.shape), array.dtype)
-        flat = flat_output(target)
-        target[self.rank] = array
-        chosen = self._choose("all_gather", array.nbytes, options)
-        return self._run(chosen, Space(Part(flat, [array.size] * self.size)), lambda: target, options, _of(array))
+        given = operand(array)
+        own = given.array
+        target = output(out, (self.size, *own.shape), given.kind)
+        flat = flat_output(target.array)
+        target.array[self.rank] = own
+        chosen = self._choose("all_gather", own.nbytes, options)
+        space = Space(Part(flat, [own.size] * self.size))
+        return self._run(chosen, space, lambda: target.value, options, given.what)
 
     def gather(
         self,
@@ -248,17 +239,18 @@ class Collectives(Running):
         """All ranks' arrays, of one shape and dtype, at the root: an array whose first dimension is the ranks. None on
         the others."""
         options = Options(algorithm, async_op, timeout)
-        array = as_array(array)
-        chosen = self._choose("gather", array.nbytes, options, root)
-        target: Array | None = None
+        given = operand(array)
+        own = given.array
+        chosen = self._choose("gather", own.nbytes, options, root)
+        result: Any = None
         if self.rank == root or chosen.receives:
-            whole = output(out if self.rank == root else None, (self.size, *array.shape), array.dtype)
-            target = whole if self.rank == root else None
-            whole[self.rank] = array
-            space = Space(Part(flat_output(whole), [array.size] * self.size))
+            whole = output(out if self.rank == root else None, (self.size, *own.shape), given.kind)
+            result = whole.value if self.rank == root else None
+            whole.array[self.rank] = own
+            space = Space(Part(flat_output(whole.array), [own.size] * self.size))
         else:
-            space = self._own_block(flat_input(array))
-        return self._run(chosen, space, lambda: target, options, _of(array), root=root)
+            space = self._own_block(flat_input(own))
+        return self._run(chosen, space, lambda: result, options, given.what, root=root)
 
     def scatter(
         self,
@@ -274,22 +266,22 @@ class Collectives(Running):
         leave out."""
         options = Options(algorithm, async_op, timeout)
         if self.rank == root:
-            array = as_array(array)
-            target = output(out, by_rank(array, self.size, "scatter"), array.dtype)
+            given = operand(array)
+            target = output(out, by_rank(given.array, self.size, "scatter"), given.kind)
         elif out is None:
             raise UsageError(
                 "Ranks other than the root do not know what scatter brings. Pass out=, of the right shape and dtype."
             )
         else:
-            target = as_array(out)
-        own = flat_output(target)
-        chosen = self._choose("scatter", target.nbytes, options, root)
-        counts = [target.size] * self.size
-        if self.rank == root:
-            space = Space(Part(flat_input(array), counts))
-            target[...] = array[root]
-            return self._run(chosen, space, lambda: target, options, _of(target), root=root)
-        return self._take_part(chosen, own, counts, lambda: target, options, _of(target), root)
+            given = target = operand(out)
+        own = flat_output(target.array)
+        chosen = self._choose("scatter", own.nbytes, options, root)
+        counts = [own.size] * self.size
+        if self.rank != root:
+            return self._take_part(chosen, own, counts, lambda: target.value, options, target.what, root)
+        space = Space(Part(flat_input(given.array), counts))
+        target.array[...] = given.array[root]
+        return self._run(chosen, space, lambda: target.value, options, target.what, root=root)
 
     def _take_part(
         self,
@@ -326,32 +318,24 @@ class Collectives(Running):
     ) -> Any:
         """Of all ranks' arrays, whose first dimension is the ranks: this rank's entry, reduced."""
         options = Options(algorithm, async_op, timeout)
-        array = as_array(array)
-        target = output(out, by_rank(array, self.size, "reduce_scatter"), array.dtype)
-        counts = [target.size] * self.size
-        return self._reduce_parts(array, op, flat_output(target), counts, lambda: target, options, "reduce_scatter")
+        given = operand(array)
+        target = output(out, by_rank(given.array, self.size, "reduce_scatter"), given.kind)
+        return self._reduce_parts(given, op, target, [target.array.size] * self.size, options, "reduce_scatter")
 
     def _reduce_parts(
-        self,
-        array: Array,
-        op: Op,
-        own: Array,
-        counts: list[int],
-        conclude: Callable[[], Any],
-        options: Options,
-        name: str,
+        self, given: Operand, op: Op, target: Operand, counts: list[int], options: Options, name: str
     ) -> Any:
-        reduction = Reduction(op, array.dtype, self.size)
-        chosen = self._choose("reduce_scatter", array.nbytes, options)
-        work = array.reshape(-1).copy()
+        reduction = Reduction(op, given.kind, self.size)
+        chosen = self._choose("reduce_scatter", given.array.nbytes, options)
+        work, own = given.array.reshape(-1).copy(), flat_output(target.array)
         first = sum(counts[: self.rank])
 
         def take() -> Any:
             np.copyto(own, work[first : first + len(own)])
             reduction.finish(own)
-            return conclude()
+            return target.value
 
-        what = f"{counts if name.endswith('_v') else counts[0]} {array.dtype.name}"
+        what = f"{counts if name.endswith('_v') else counts[0]} {given.kind.name}"
         return self._run(chosen, Space(Part(work, counts)), take, options, what, reduction, name=name)
 
     def all_to_all(
@@ -365,10 +349,10 @@ class Collectives(Running):
     ) -> Any:
         """Entry s of the result is what rank s had in the entry of this rank; the first dimension is the ranks."""
         options = Options(algorithm, async_op, timeout)
-        array = as_array(array)
-        by_rank(array, self.size, "all_to_all")
-        target = output(out, array.shape, array.dtype)
-        flat, came = flat_input(array), flat_output(target)
+        given = operand(array)
+        by_rank(given.array, self.size, "all_to_all")
+        target = output(out, given.array.shape, given.kind)
+        flat, came = flat_input(given.array), flat_output(target.array)
         if np.may_share_memory(flat, came):
             flat = flat.copy()
         each = flat.size // self.size
@@ -377,38 +361,35 @@ class Collectives(Running):
         parts = [Part(flat, counts), Part(came, counts)]
         if chosen.algorithm == "bruck":
             parts.append(Part(np.empty_like(flat), counts))
-        return self._run(chosen, Space(*parts), lambda: target, options, _of(array))
+        return self._run(chosen, Space(*parts), lambda: target.value, options, given.what)
 
     def scan(
         self, array: Any, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
     ) -> Any:
         """The arrays of the ranks up to this one reduced, in the order of ranks: in `out`, or in place."""
-        array = as_array(array)
-        reduction = self._scanning(op, array)
-        target = array if out is None else output(out, array.shape, array.dtype)
-        flat = flat_output(target)
-        if target is not array:
-            np.copyto(target, array)
+        given = operand(array)
+        reduction = self._scanning(op, given.kind)
+        target, flat = _in_place_or(out, given)
         options = Options(None, async_op, timeout)
         chosen = self._choose("scan", flat.nbytes, options)
-        return self._run(chosen, Space(Part(flat, [flat.size])), lambda: target, options, _of(array), reduction)
+        space = Space(Part(flat, [flat.size]))
+        return self._run(chosen, space, lambda: target.value, options, given.what, reduction)
 
     def exscan(
         self, array: Any, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
     ) -> Any:
         """The same of the ranks below this one. Rank 0 has none: it gets None, and its array stays."""
-        array = as_array(array)
-        reduction = self._scanning(op, array)
-        target = array if out is None else output(out, array.shape, array.dtype)
-        flat = flat_output(target)
-        given = array.reshape(-1).copy()
+        given = operand(array)
+        reduction = self._scanning(op, given.kind)
+        target = given if out is None else output(out, given.array.shape, given.kind)
+        flat, own = flat_output(target.array), given.array.reshape(-1).copy()
         options = Options(None, async_op, timeout)
         chosen = self._choose("exscan", flat.nbytes, options)
-        space = Space(Part(given, [given.size]), Part(flat, [flat.size]))
-        result = target if self.rank else None
-        return self._run(chosen, space, lambda: result, options, _of(array), reduction)
+        space = Space(Part(own, [own.size]), Part(flat, [flat.size]))
+        result = target.value if self.rank else None
+        return self._run(chosen, space, lambda: result, options, given.what, reduction)
 
-    def _scanning(self, op: Op, array: Array) -> Reduction:
+    def _scanning(self, op: Op, kind: Kind) -> Reduction:
         if op == "avg":
             raise UsageError("A scan has no average: each rank's is over another number of ranks. Use sum, and divide.")
-        return Reduction(op, array.dtype, self.size)
+        return Reduction(op, kind, self.size)
