@@ -87,6 +87,7 @@ class Group(UnevenCollectives):
         self._reach = self.size
         if self.size > 1:
             hub.members[number] = {router.index for router in self._routers if isinstance(router, PeerRouter)}
+        self._recipes = {}
         self._context: GroupContext = agent.add(number, rank, self._routers)
 
     # ------------------------------------------------------------------ messages

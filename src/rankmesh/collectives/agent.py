@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from rankmesh.collectives.calls import Call, Signature
+from rankmesh.collectives.founding import Founded, Founding, Offer, Prepare
 from rankmesh.collectives.running import Collective
+from rankmesh.collectives.staged import StagedCollective
 from rankmesh.collectives.tuning import Chooser
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.transfers import Send
@@ -52,6 +54,8 @@ ASK_AGAIN: Final = 0.5
 GRACE: Final = 0.2
 #: Up to this many members all are asked; in larger groups only those that are waited for.
 ASK_ALL: Final = 64
+#: Words about stages of groups that are not made here yet.
+EARLY: Final = 1024
 #: Calls that a group remembers: others may be that far behind.
 REMEMBERED: Final = 1024
 
@@ -86,7 +90,9 @@ class Answer(msgspec.Struct, frozen=True):
             raise ValueError(f"an answer's text is printable and has at most {TEXT_LIMIT} characters")
 
 
-_question = msgspec.msgpack.Decoder(Ask | Tell)
+Question = Ask | Tell | Prepare | Offer | Founded
+
+_question = msgspec.msgpack.Decoder(Question)
 _answer = msgspec.msgpack.Decoder(Answer)
 _encode = msgspec.msgpack.Encoder().encode
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -130,6 +136,7 @@ class GroupContext:
         names = [router.peer.host for router in routers]
         #: The host of each member, by the first member that is there: the same on all of them.
         self.hosts = tuple(names.index(name) for name in names)
+        self.founding = Founding(self, agent.request)
         self.under_way: dict[int, Collective] = {}
         self._calls: OrderedDict[int, Call] = OrderedDict()
         self._sequence = 0
@@ -156,7 +163,10 @@ class GroupContext:
 
     def begin(self, collective: Collective) -> None:
         self.under_way[collective.call.sequence] = collective
-        collective.advance()
+        if isinstance(collective, StagedCollective):
+            self.founding.begin(collective)
+        else:
+            collective.advance()
         if not collective.finished:
             self.agent.watch()
 
@@ -240,6 +250,16 @@ class GroupContext:
         self._closed = reason
         for collective in list(self.under_way.values()):
             collective.stop(ClosedError(reason))
+        self.founding.close()
+
+    def said(self, rank: int, word: Prepare | Offer | Founded) -> None:
+        """What another rank says of the stage."""
+        if isinstance(word, Prepare):
+            self.founding.prepare(rank)
+        elif isinstance(word, Offer):
+            self.founding.offered(rank, word)
+        else:
+            self.founding.founded(rank, word.reason)
 
 
 def _desync_error(calls: dict[int, str]) -> DesyncError:
@@ -258,10 +278,15 @@ class CollectiveAgent:
         #: When each stalled collective asked last, and since when it is known that somebody called something else.
         self._asked: dict[Collective, float] = {}
         self._mismatched: dict[Collective, float] = {}
+        #: What was said of the stage of a group that this rank has not made yet.
+        self._early: dict[int, list[tuple[Router, Prepare | Offer | Founded]]] = {}
         endpoint.attach(SERVICE, self._on_request, self._on_request, self)
 
     def add(self, number: int, rank: int, routers: Sequence[Router]) -> GroupContext:
         context = self.contexts[number] = GroupContext(self, number, rank, routers)
+        for router, word in self._early.pop(number, ()):
+            if router.index in context.indices:
+                context.said(context.routers.index(router), word)
         return context
 
     def remove(self, context: GroupContext, reason: str) -> None:
@@ -326,9 +351,7 @@ class CollectiveAgent:
                 continue
             self.request(router, ask, lambda answer, rank=rank: context.heard(collective, rank, answer))  # type: ignore[misc]
 
-    def request(
-        self, router: Router, message: Ask | Tell, then: Callable[[Answer], None] = lambda answer: None
-    ) -> None:
+    def request(self, router: Router, message: Question, then: Callable[[Answer], None] = lambda answer: None) -> None:
         """Ask or tell. Who cannot be reached is lost, or is asked again."""
         assert isinstance(router, PeerRouter), "nobody asks itself"
         body = memoryview(_encode(message))
@@ -359,7 +382,13 @@ class CollectiveAgent:
         context = self.contexts.get(question.group)
         member = context is not None and router.index in context.indices
         answer = Answer("absent", "is not in that group, or has closed it")
-        if context is not None and member:
+        if isinstance(question, Prepare | Offer | Founded):
+            answer = Answer("same", "")
+            if context is None:
+                self._said_early(router, question)
+            elif member:
+                context.said(context.routers.index(router), question)
+        elif context is not None and member:
             if isinstance(question, Tell):
                 context.told(question.calls)
                 answer = Answer("same", "")
@@ -367,3 +396,9 @@ class CollectiveAgent:
                 answer = context.answer(question)
         body = _encode(answer)
         router.reply(ident, [memoryview(body)], len(body), service=SERVICE)
+
+    def _said_early(self, router: Router, word: Prepare | Offer | Founded) -> None:
+        """Bounded: a group that nobody makes here, or has closed, is forgotten after many others."""
+        self._early.setdefault(word.group, []).append((router, word))
+        while sum(map(len, self._early.values())) > EARLY:
+            del self._early[next(iter(self._early))]

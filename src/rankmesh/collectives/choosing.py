@@ -59,6 +59,8 @@ class Algorithm(NamedTuple):
     plan: Callable[[int, World], Plan]
     blocks: Callable[[World], int] = _per_rank
     segments: Callable[[int, int], int] = lambda nbytes, size: 1
+    #: In memory that all ranks share, where there is such (staging.py); the plan is for where there is none.
+    staged: bool = False
 
 
 def _every(plan: Callable[[int, int], Plan], blocks: Callable[[World], int] = _per_rank) -> Algorithm:
@@ -143,6 +145,19 @@ ALGORITHMS: Final[dict[str, dict[str, Algorithm]]] = {
     "exscan": {"doubling": _every(scan.exscan, _one)},
 }
 
+for _collective, _plan in {
+    "barrier": "dissemination",
+    "broadcast": "binomial",
+    "reduce": "binomial",
+    "all_reduce": "halving_doubling",
+    "reduce_scatter": "ring",
+    "all_gather": "ring",
+    "gather": "direct",
+    "scatter": "direct",
+    "all_to_all": "pairwise",
+}.items():
+    ALGORITHMS[_collective]["shared"] = ALGORITHMS[_collective][_plan]._replace(staged=True)
+
 _ANY: Final = 1 << 62
 
 
@@ -156,22 +171,34 @@ class Choice(NamedTuple):
     hosts: int = _ANY
 
 
+#: Where all are on one host, and few enough for a stage.
+_SHARED: Final = Choice(_ANY, 16, "shared", 1)
 #: The first row that holds is taken.
 TABLE: Final[dict[str, tuple[Choice, ...]]] = {
-    "barrier": (Choice(_ANY, _ANY, "dissemination"),),
-    "broadcast": (Choice(_ANY, _ANY, "binomial"),),
-    "reduce": (Choice(_ANY, _ANY, "binomial"),),
+    "barrier": (
+        _SHARED,
+        Choice(_ANY, _ANY, "dissemination"),
+    ),
+    "broadcast": (
+        _SHARED,
+        Choice(_ANY, _ANY, "binomial"),
+    ),
+    "reduce": (
+        _SHARED,
+        Choice(_ANY, _ANY, "binomial"),
+    ),
     "all_reduce": (
+        _SHARED,
         Choice(32 * KIB, _ANY, "recursive_doubling"),
         Choice(_ANY, 2, "halving_doubling"),
         Choice(MIB, _ANY, "halving_doubling"),
         Choice(_ANY, _ANY, "ring"),
     ),
-    "reduce_scatter": (Choice(64 * KIB, 8, "direct"), Choice(_ANY, _ANY, "ring")),
-    "all_gather": (Choice(16 * KIB, _ANY, "bruck"), Choice(_ANY, _ANY, "ring")),
-    "gather": (Choice(16 * KIB, _ANY, "binomial"), Choice(_ANY, _ANY, "direct")),
-    "scatter": (Choice(16 * KIB, _ANY, "binomial"), Choice(_ANY, _ANY, "direct")),
-    "all_to_all": (Choice(256, 4, "direct"), Choice(256, _ANY, "bruck"), Choice(_ANY, _ANY, "pairwise")),
+    "reduce_scatter": (_SHARED, Choice(64 * KIB, 8, "direct"), Choice(_ANY, _ANY, "ring")),
+    "all_gather": (_SHARED, Choice(16 * KIB, _ANY, "bruck"), Choice(_ANY, _ANY, "ring")),
+    "gather": (_SHARED, Choice(16 * KIB, _ANY, "binomial"), Choice(_ANY, _ANY, "direct")),
+    "scatter": (_SHARED, Choice(16 * KIB, _ANY, "binomial"), Choice(_ANY, _ANY, "direct")),
+    "all_to_all": (_SHARED, Choice(256, 4, "direct"), Choice(256, _ANY, "bruck"), Choice(_ANY, _ANY, "pairwise")),
     "scan": (Choice(_ANY, _ANY, "doubling"),),
     "exscan": (Choice(_ANY, _ANY, "doubling"),),
 }

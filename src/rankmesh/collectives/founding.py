@@ -24,7 +24,7 @@ from rankmesh.collectives import stage
 from rankmesh.endpoint.router import PeerRouter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rankmesh.collectives.staged import StagedCollective
     from rankmesh.endpoint.hub import Hub
@@ -63,7 +63,7 @@ class Members(Protocol):
     hub: Hub
     number: int
     rank: int
-    routers: list[Router]
+    routers: Sequence[Router]
     hosts: tuple[int, ...]
 
 

@@ -48,6 +48,7 @@ class Context(Protocol):
     """What a collective needs to know of its group."""
 
     number: int
+    rank: int
     routers: Sequence[Router]
     hub: Hub
 
@@ -124,7 +125,7 @@ class _Receiving(transfers.Receive):
 Piece = _Sending | _Receiving
 
 
-class _Partners:
+class Partners:
     """Whom a collective waits for, in the message of an error."""
 
     def __init__(self, owner: Collective) -> None:
@@ -141,6 +142,13 @@ class _Partners:
 class Collective(Work[Any]):
     """See the module's text."""
 
+    _round: Round | None = None
+    _pieces: Sequence[Piece] = ()
+    _open = 0
+    _queued = False
+    _busy = False
+    _doomed: BaseException | None = None
+
     def __init__(
         self,
         context: Context,
@@ -151,23 +159,20 @@ class Collective(Work[Any]):
         conclude: Callable[[], Any],
         timeout: float,
     ) -> None:
-        super().__init__(context.hub.engine, f"{call.signature.collective} with", _Partners(self), None, timeout)
+        super().__init__(context.hub.engine, f"{call.signature.collective} with", Partners(self), None, timeout)
         self.context = context
         self.call = call
         #: What other ranks answered when asked (agent.py): rank → what is to be said of it.
         self.answers: dict[int, str] = {}
         self.moved = self.began
-        self._rounds = iter(plan)
-        self._space = space
         self._reduction = reduction
         self._conclude = conclude
-        self._round: Round | None = None
+        self._prepare(plan, space)
+
+    def _prepare(self, plan: Iterable[Round], space: Space) -> None:
+        self._rounds = iter(plan)
+        self._space = space
         self._aside: list[tuple[Receive, Array]] = []
-        self._pieces: list[Piece] = []
-        self._open = 0
-        self._queued = False
-        self._busy = False
-        self._doomed: BaseException | None = None
 
     # ------------------------------------------------------------------ what others see
 
@@ -343,7 +348,7 @@ class Collective(Work[Any]):
             self._doomed = self._doomed or error
             return
         self.call.given_up = str(error) or type(error).__name__
-        pieces, self._pieces = self._pieces, []
+        pieces, self._pieces = self._pieces, ()
         self.context.ended(self)
         self.fail(error)
         for piece in pieces:

@@ -25,17 +25,20 @@ import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from os import sched_yield
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
 from rankmesh.config import MIB
+from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.waiting import Look, Waited
 from rankmesh.transport.segment import seal
 
 if TYPE_CHECKING:
+    from rankmesh.collectives.passage import Passage
     from rankmesh.collectives.staged import StagedCollective
     from rankmesh.endpoint.progress import Engine
     from rankmesh.endpoint.requests import Lone
@@ -66,6 +69,10 @@ _CROWDED: Final = 5e-6
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
 
 
+class Stepping(Protocol):
+    def may_step(self) -> bool: ...
+
+
 def create() -> tuple[memoryview, int]:
     """This rank's segment and its descriptor, which is the caller's to pass on and close. Raises OSError where there
     is no such memory."""
@@ -84,15 +91,19 @@ def create() -> tuple[memoryview, int]:
 class Stage:
     """All segments of a group, as one rank sees them. Methods need the engine's lock."""
 
-    def __init__(self, engine: Engine, key: int, rank: int, routers: list[Router], segments: list[memoryview]) -> None:
+    def __init__(
+        self, engine: Engine, key: int, rank: int, routers: Sequence[Router], segments: list[memoryview]
+    ) -> None:
         self._engine = engine
         self._key = key
-        self._rank = rank
+        self.rank = rank
         self._segments = segments
         #: By rank.
         self.words = [segment[:_PAGE].cast("Q") for segment in segments]
         self._own = self.words[rank]
-        self._others = [(q, self.words[q], routers[q]) for q in range(len(segments)) if q != rank]
+        self._others: list[tuple[int, memoryview, PeerRouter]] = [
+            (q, self.words[q], router) for q, router in enumerate(routers) if isinstance(router, PeerRouter)
+        ]
         self._arrays: dict[np.dtype[Any], list[list[Array]]] = {}
         self._fence = threading.Lock()
         self._rung = [0] * len(segments)
@@ -122,6 +133,10 @@ class Stage:
             self._all_done = min(words[DONE] for _, words, _ in self._others)
         return held <= self._all_done
 
+    def behind(self, slot: int) -> list[int]:
+        """Who may still read what this rank's slot holds."""
+        return [rank for rank, words, _ in self._others if words[DONE] < self._held[slot]]
+
     def hold(self, slot: int, serial: int) -> None:
         self._held[slot] = serial
 
@@ -144,9 +159,9 @@ class Stage:
         fence.release()
         for rank, words, router in self._others:
             epoch = words[SLEEP]
-            if epoch & 1 and self._rung[rank] != epoch and router.polled is not None:  # type: ignore[attr-defined]
+            if epoch & 1 and self._rung[rank] != epoch and router.polled is not None:
                 self._rung[rank] = epoch
-                router.polled.ring()  # type: ignore[attr-defined]
+                router.polled.ring()
 
     # ------------------------------------------------------------------ calls, in their order
 
@@ -172,6 +187,25 @@ class Stage:
     def _go_on(self) -> None:
         if not self.queue[0].step():
             self._engine.looks.setdefault(self._key, Look(self.ready, self.arm, self.serve))
+
+    def run(self, passage: Passage) -> bool:
+        """Take a call's steps on behalf of its caller, who waits. False: it takes longer; the call enters, and waits
+        like any other."""
+        engine = self._engine
+        if self.queue or not engine.may_look():
+            return False
+        self._awake()
+        while not passage.ended:
+            for _ in _LOOKS[self._looks]:
+                if passage.may_step():
+                    break
+            else:
+                if not self._let_others_run(passage):
+                    return False
+            passage.step()
+            if engine.contenders:
+                return passage.ended
+        return True
 
     # ------------------------------------------------------------------ waiting
 
@@ -210,7 +244,7 @@ class Stage:
             first.step()
         return False
 
-    def _let_others_run(self, first: StagedCollective) -> bool:
+    def _let_others_run(self, first: Stepping) -> bool:
         """Look on, while whoever else could run on this core runs in between. False: in vain."""
         engine = self._engine
         began = perf_counter()

@@ -1,7 +1,7 @@
 """Plans for ranks that share memory, as data. Pure: no I/O, no clock, no arrays.
 
-Idea. Every rank has a stage: slots that it alone writes and the others read (stage.py). A collective goes in chunks, and
-a chunk in up to three steps, each of which every rank takes at its own pace:
+Idea. Every rank has slots that it alone writes and the others read (stage.py). A collective goes in chunks, and a chunk
+in up to three steps, each of which every rank takes at its own pace:
 
 1. stage:   copy what others need of this rank's array into a slot.
 2. combine: when the others have staged, reduce this rank's part straight from everybody's slots.
@@ -69,13 +69,13 @@ class Chunk(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a plan is made of. `count`: elements of one rank's part (of all, for all_reduce, reduce and broadcast).
+    """What a plan is made of. `part`: elements of one rank's part (of all, for all_reduce, reduce and broadcast).
     `room`: elements that a slot holds."""
 
     rank: int
     size: int
     root: int
-    count: int
+    part: int
     room: int
 
     @property
@@ -96,7 +96,7 @@ def barrier(case: Case) -> Chunks:
 
 
 def broadcast(case: Case) -> Chunks:
-    for start, stop in _stretches(case.count, case.room):
+    for start, stop in _stretches(case.part, case.room):
         if case.rank == case.root:
             yield Chunk((Move(start, stop, 0),))
         else:
@@ -104,14 +104,14 @@ def broadcast(case: Case) -> Chunks:
 
 
 def all_reduce_whole(case: Case) -> Chunks:
-    for start, stop in _stretches(case.count, case.room):
+    for start, stop in _stretches(case.part, case.room):
         combine = Combine(start, stop, (0,) * case.size, True, start, -1)
         yield Chunk((Move(start, stop, 0),), case.others, combine)
 
 
 def _sliced(case: Case, fetches: bool) -> Chunks:
     """A slot holds the chunk as the array does, so that everything is at its place in it."""
-    for start, stop in _stretches(case.count, case.room):
+    for start, stop in _stretches(case.part, case.room):
         bounds = [start]
         for length in even(stop - start, case.size):
             bounds.append(bounds[-1] + length)
@@ -131,17 +131,17 @@ def reduce(case: Case) -> Chunks:
 
 
 def all_gather(case: Case) -> Chunks:
-    for start, stop in _stretches(case.count, case.room):
-        fetch = tuple(Fetch(q, 0, q * case.count + start, q * case.count + stop) for q in case.others)
+    for start, stop in _stretches(case.part, case.room):
+        fetch = tuple(Fetch(q, 0, q * case.part + start, q * case.part + stop) for q in case.others)
         yield Chunk((Move(start, stop, 0),), case.others, fetch=fetch)
 
 
 def gather(case: Case) -> Chunks:
-    for start, stop in _stretches(case.count, case.room):
+    for start, stop in _stretches(case.part, case.room):
         if case.rank != case.root:
             yield Chunk((Move(start, stop, 0),))
         else:
-            fetch = tuple(Fetch(q, 0, q * case.count + start, q * case.count + stop) for q in case.others)
+            fetch = tuple(Fetch(q, 0, q * case.part + start, q * case.part + stop) for q in case.others)
             yield Chunk(staged_by=case.others, fetch=fetch, silent=True)
 
 
@@ -152,12 +152,12 @@ def _place(owner: int, reader: int, width: int) -> int:
 
 def _parts(case: Case, start: int, stop: int) -> tuple[Move, ...]:
     """Of every other rank's part, this stretch."""
-    width, count = stop - start, case.count
+    width, count = stop - start, case.part
     return tuple(Move(q * count + start, q * count + stop, _place(case.rank, q, width)) for q in case.others)
 
 
 def _part_stretches(case: Case) -> Iterator[tuple[int, int]]:
-    return _stretches(case.count, max(case.room // max(case.size - 1, 1), 1))
+    return _stretches(case.part, max(case.room // max(case.size - 1, 1), 1))
 
 
 def scatter(case: Case) -> Chunks:
@@ -172,7 +172,7 @@ def scatter(case: Case) -> Chunks:
 def all_to_all(case: Case) -> Chunks:
     for start, stop in _part_stretches(case):
         fetch = tuple(
-            Fetch(q, _place(q, case.rank, stop - start), q * case.count + start, q * case.count + stop)
+            Fetch(q, _place(q, case.rank, stop - start), q * case.part + start, q * case.part + stop)
             for q in case.others
         )
         yield Chunk(_parts(case, start, stop), case.others, fetch=fetch)
@@ -181,7 +181,7 @@ def all_to_all(case: Case) -> Chunks:
 def reduce_scatter(case: Case) -> Chunks:
     for start, stop in _part_stretches(case):
         at = tuple(0 if q == case.rank else _place(q, case.rank, stop - start) for q in range(case.size))
-        own = case.rank * case.count
+        own = case.rank * case.part
         combine = Combine(own + start, own + stop, at, False, start, -1)
         yield Chunk(_parts(case, start, stop), case.others, combine)
 

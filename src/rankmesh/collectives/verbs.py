@@ -16,7 +16,7 @@ For all of them:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,12 +26,18 @@ from rankmesh.collectives.arguments import Array, Operand, by_rank, flat_input, 
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.choosing import ALGORITHMS, World, rounds
 from rankmesh.collectives.compression import Compressor, exchange
+from rankmesh.collectives.founding import Founding, State
 from rankmesh.collectives.fusing import is_list
 from rankmesh.collectives.kinds import Kind
+from rankmesh.collectives.passage import Passage, Recipe, steps
 from rankmesh.collectives.plan import Round
 from rankmesh.collectives.reducing import Op, Reducer, Reduction
 from rankmesh.collectives.running import Collective
 from rankmesh.collectives.space import Part, Space, even
+from rankmesh.collectives.stage import MOST_ITEM_BYTES, SLOT_BYTES
+from rankmesh.collectives.staged import Fallback, StagedCollective
+from rankmesh.collectives.staging import Case
+from rankmesh.config import KIB
 from rankmesh.errors import UsageError
 
 
@@ -43,6 +49,17 @@ class Options(NamedTuple):
     timeout: float | None = None
 
 
+class Job(NamedTuple):
+    """A collective on a stage (staging.py): its arrays, flat, and the elements of a rank's part."""
+
+    collective: str
+    source: Array
+    target: Array
+    part: int
+    #: What is done at its end, where that differs from what is done after a plan.
+    conclude: Callable[[], Any] | None = None
+
+
 class Chosen(NamedTuple):
     """A collective's algorithm, on one rank."""
 
@@ -50,10 +67,18 @@ class Chosen(NamedTuple):
     algorithm: str
     rounds: tuple[Round, ...]
     blocks: int
+    staged: bool = False
 
     @property
     def receives(self) -> bool:
         return any(this.receives for this in self.rounds)
+
+
+_MOST_RECIPES: Final = 1024
+_NOTHING: Final = np.empty(0, np.uint8)
+#: Up to so many bytes every rank of an all_reduce on the stage reduces everything itself: one wait instead of two.
+_WHOLE: Final = {2: 256 * KIB}
+_WHOLE_OF_MORE: Final = 16 * KIB
 
 
 class Running:
@@ -62,6 +87,8 @@ class Running:
     rank: int
     size: int
     _context: GroupContext
+    #: Of calls that may come again: collective, dtype, elements, operation.
+    _recipes: dict[tuple[Any, ...], Recipe]
 
     def _choose(self, collective: str, nbytes: int, options: Options, root: int = 0) -> Chosen:
         if not 0 <= root < self.size:
@@ -70,7 +97,22 @@ class Running:
         name = context.agent.chooser.choose(collective, nbytes, self.size, len({*context.hosts}), options.algorithm)
         algorithm = ALGORITHMS[collective][name]
         world = World(self.size, context.hosts, root, algorithm.segments(nbytes, self.size))
-        return Chosen(collective, name, rounds(collective, name, self.rank, world), algorithm.blocks(world))
+        return Chosen(
+            collective, name, rounds(collective, name, self.rank, world), algorithm.blocks(world), algorithm.staged
+        )
+
+    def _remember(self, key: tuple[Any, ...], recipe: Recipe) -> None:
+        if len(self._recipes) >= _MOST_RECIPES:
+            self._recipes.clear()
+        self._recipes[key] = recipe
+
+    def _is_staged(self, collective: str, nbytes: int, options: Options) -> bool:
+        """Whether it runs on the group's stage, and that is there."""
+        context = self._context
+        if context.founding.stage is None:
+            return False
+        name = context.agent.chooser.choose(collective, nbytes, self.size, 1, options.algorithm)
+        return ALGORITHMS[collective][name].staged
 
     def _run(
         self,
@@ -82,11 +124,15 @@ class Running:
         reduction: Reducer | None = None,
         root: int | None = None,
         name: str = "",
+        job: Job | None = None,
     ) -> Any:
-        """`what`: of what; it must be the same on all ranks."""
+        """`what`: of what; it must be the same on all ranks. `job`: how it goes on a stage, if there is to be one."""
+        context = self._context
+        if job is not None and chosen.staged and self._may_be_staged(job, reduction):
+            fallback = chosen.rounds, space, reduction, conclude
+            return self._run_staged(job, job.conclude or conclude, options, what, reduction, root, fallback)
         op = "" if reduction is None else reduction.name
         signature = Signature(name or chosen.collective, what, op, root, chosen.algorithm)
-        context = self._context
         timeout = context.hub.config.timeout if options.timeout is None else options.timeout
         with context.hub.engine:
             call = context.next_call(signature)
@@ -94,12 +140,82 @@ class Running:
             context.begin(collective)
         return collective if options.async_op else collective.result()
 
+    def _may_be_staged(self, job: Job, reduction: Reducer | None) -> bool:
+        """There is a stage, or there may be one; and no user's code runs on it."""
+        users = reduction is not None and reduction.is_users
+        return self._founding.state is not State.NONE and not users and job.source.itemsize <= MOST_ITEM_BYTES
+
+    @property
+    def _founding(self) -> Founding:
+        return self._context.founding
+
+    def _run_staged(
+        self,
+        job: Job,
+        conclude: Callable[[], Any],
+        options: Options,
+        what: str = "",
+        reduction: Reducer | None = None,
+        root: int | None = None,
+        fallback: Fallback | None = None,
+    ) -> Any:
+        recipe = self._recipe(job, what, reduction, root)
+        return self._pass(recipe, job.source, job.target, conclude, options.timeout, options.async_op, fallback)
+
+    def _recipe(self, job: Job, what: str, reduction: Reducer | None, root: int | None) -> Recipe:
+        plan = job.collective
+        if plan == "all_reduce":
+            whole = job.source.nbytes <= _WHOLE.get(self.size, _WHOLE_OF_MORE)
+            plan = "all_reduce whole" if whole else "all_reduce slices"
+        case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // job.source.itemsize)
+        op, apply = ("", None) if reduction is None else (reduction.name, reduction.apply)
+        return Recipe(Signature(job.collective, what, op, root, "shared"), steps(plan, case), apply)
+
+    def _pass(
+        self,
+        recipe: Recipe,
+        source: Array,
+        target: Array,
+        conclude: Callable[[], Any],
+        timeout: float | None = None,
+        async_op: bool = False,
+        fallback: Fallback | None = None,
+    ) -> Any:
+        """Over the stage. Who waits anyway takes the steps itself, unless that takes long."""
+        context = self._context
+        stage, engine = context.founding.stage, context.hub.engine
+        timeout = context.hub.config.timeout if timeout is None else timeout
+        passage = None
+        if not engine.lock.acquire(False):
+            engine.acquire()
+        try:
+            call = context.next_call(recipe.signature)
+            if stage is not None and not async_op:
+                passage = Passage(stage, recipe, call.sequence, call.digest, source, target)
+                try:
+                    if stage.run(passage):
+                        return conclude()
+                except BaseException:
+                    passage.give_up()
+                    raise
+            staged = StagedCollective(context, call, recipe, source, target, conclude, timeout, fallback, passage)
+            context.begin(staged)
+        finally:
+            engine.lock.release()
+            if engine.deferred or engine.contenders:
+                engine.after_release()
+        return staged if async_op else staged.result()
+
     def _own_block(self, own: Array) -> Space:
         """n blocks, of which a rank that passes nothing on needs its own only."""
         nothing = np.empty(0, own.dtype)
         return Space(
             Part(nothing, [0] * self.rank), Part(own, [len(own)]), Part(nothing, [0] * (self.size - self.rank - 1))
         )
+
+
+def _none() -> None:
+    """What a barrier returns."""
 
 
 def _in_place_or(out: Any, given: Operand) -> tuple[Operand, Array]:
@@ -117,7 +233,10 @@ class Collectives(Running):
     def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Any:
         """Wait until every rank has called it."""
         options = Options(None, async_op, timeout)
-        return self._run(self._choose("barrier", 0, options), Space(), lambda: None, options)
+        job = Job("barrier", _NOTHING, _NOTHING, 0)
+        if self._is_staged("barrier", 0, options):
+            return self._run_staged(job, _none, options)
+        return self._run(self._choose("barrier", 0, options), Space(), _none, options, job=job)
 
     def broadcast(
         self,
@@ -135,9 +254,12 @@ class Collectives(Running):
             return fusing.broadcast(self, array, root, options)
         given = operand(array)
         flat = flat_input(given.array) if self.rank == root else flat_output(given.array, "array")
+        job = Job("broadcast", flat, flat, flat.size)
+        if self._is_staged("broadcast", flat.nbytes, options) and 0 <= root < self.size:
+            return self._run_staged(job, lambda: given.value, options, given.what, root=root)
         chosen = self._choose("broadcast", flat.nbytes, options, root)
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
-        return self._run(chosen, space, lambda: given.value, options, given.what, root=root)
+        return self._run(chosen, space, lambda: given.value, options, given.what, root=root, job=job)
 
     def reduce(
         self,
@@ -160,8 +282,8 @@ class Collectives(Running):
             target, flat = _in_place_or(out, given)
         else:
             flat = flat_input(given.array)
-            if chosen.receives and np.may_share_memory(flat, given.array):
-                flat = flat.copy()
+            if self._founding.stage is None and chosen.receives and np.may_share_memory(flat, given.array):
+                flat = flat.copy()  # a plan over messages works in it
 
         def conclude() -> Any:
             if self.rank != root:
@@ -170,7 +292,8 @@ class Collectives(Running):
             return target.value
 
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
-        return self._run(chosen, space, conclude, options, given.what, reduction, root)
+        job = Job("reduce", flat, flat, flat.size)
+        return self._run(chosen, space, conclude, options, given.what, reduction, root, job=job)
 
     def all_reduce(
         self,
@@ -186,6 +309,11 @@ class Collectives(Running):
         """All ranks' arrays reduced, on every rank: in `out`, or in place. A list of arrays travels as one, or as one
         for each dtype in it (fusing.py), and is returned as a list. `compression`: how a sum or an average of floating
         point numbers is sent in fewer bytes (compression/)."""
+        if type(array) is np.ndarray and out is None and compression is None and algorithm is None and not async_op:
+            recipe = self._recipes.get(("all_reduce", array.dtype, array.size, op))
+            if recipe is not None and array.flags.carray:  # the like was called before: this is the hot path
+                flat = array if array.ndim == 1 else array.reshape(-1)
+                return self._pass(recipe, flat, flat, lambda: array, timeout)
         options = Options(algorithm, async_op, timeout)
         if compression is not None:
             return exchange.all_reduce(self, array, op, out, compression, options)
@@ -197,14 +325,20 @@ class Collectives(Running):
 
     def _all_reduce_flat(self, flat: Array, kind: Kind, op: Op, options: Options, conclude: Callable[[], Any]) -> Any:
         reduction = Reduction(op, kind, self.size)
-        chosen = self._choose("all_reduce", flat.nbytes, options)
 
         def finish() -> Any:
             reduction.finish(flat)
             return conclude()
 
+        what = f"{flat.size} {kind.name}"
+        job = None if reduction.is_users else Job("all_reduce", flat, flat, flat.size)
+        if job is not None and self._is_staged("all_reduce", flat.nbytes, options):
+            if isinstance(op, str) and op != "avg" and options.algorithm is None and type(kind) is Kind:
+                self._remember(("all_reduce", flat.dtype, flat.size, op), self._recipe(job, what, reduction, None))
+            return self._run_staged(job, finish, options, what, reduction)
+        chosen = self._choose("all_reduce", flat.nbytes, options)
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
-        return self._run(chosen, space, finish, options, f"{flat.size} {kind.name}", reduction)
+        return self._run(chosen, space, finish, options, what, reduction, job=job)
 
     def all_gather(
         self,
@@ -222,9 +356,12 @@ class Collectives(Running):
         target = output(out, (self.size, *own.shape), given.kind)
         flat = flat_output(target.array)
         target.array[self.rank] = own
+        job = Job("all_gather", flat_input(own), flat, own.size)
+        if self._is_staged("all_gather", own.nbytes, options):
+            return self._run_staged(job, lambda: target.value, options, given.what)
         chosen = self._choose("all_gather", own.nbytes, options)
         space = Space(Part(flat, [own.size] * self.size))
-        return self._run(chosen, space, lambda: target.value, options, given.what)
+        return self._run(chosen, space, lambda: target.value, options, given.what, job=job)
 
     def gather(
         self,
@@ -247,10 +384,13 @@ class Collectives(Running):
             whole = output(out if self.rank == root else None, (self.size, *own.shape), given.kind)
             result = whole.value if self.rank == root else None
             whole.array[self.rank] = own
-            space = Space(Part(flat_output(whole.array), [own.size] * self.size))
+            flat = flat_output(whole.array)
+            space = Space(Part(flat, [own.size] * self.size))
         else:
-            space = self._own_block(flat_input(own))
-        return self._run(chosen, space, lambda: result, options, given.what, root=root)
+            flat = flat_input(own)
+            space = self._own_block(flat)
+        job = Job("gather", flat_input(own), flat, own.size)
+        return self._run(chosen, space, lambda: result, options, given.what, root=root, job=job)
 
     def scatter(
         self,
@@ -279,9 +419,12 @@ class Collectives(Running):
         counts = [own.size] * self.size
         if self.rank != root:
             return self._take_part(chosen, own, counts, lambda: target.value, options, target.what, root)
-        space = Space(Part(flat_input(given.array), counts))
+        flat = flat_input(given.array)
         target.array[...] = given.array[root]
-        return self._run(chosen, space, lambda: target.value, options, target.what, root=root)
+        job = Job("scatter", flat, flat, own.size)
+        return self._run(
+            chosen, Space(Part(flat, counts)), lambda: target.value, options, target.what, root=root, job=job
+        )
 
     def _take_part(
         self,
@@ -296,7 +439,8 @@ class Collectives(Running):
     ) -> Any:
         """The rest of a scatter, on a rank that is not its root: who passes parts on needs room for them."""
         if not any(this.sends for this in chosen.rounds):
-            return self._run(chosen, self._own_block(own), conclude, options, what, root=root, name=name)
+            job = None if name else Job("scatter", own, own, own.size)
+            return self._run(chosen, self._own_block(own), conclude, options, what, root=root, name=name, job=job)
         room = np.empty(sum(counts), own.dtype)
         first = sum(counts[: self.rank])
 
@@ -326,17 +470,29 @@ class Collectives(Running):
         self, given: Operand, op: Op, target: Operand, counts: list[int], options: Options, name: str
     ) -> Any:
         reduction = Reduction(op, given.kind, self.size)
+        own = flat_output(target.array)
+        even_parts = not name.endswith("_v")
+        what = f"{counts[0] if even_parts else counts} {given.kind.name}"
+
+        def finish() -> Any:
+            reduction.finish(own)
+            return target.value
+
+        if even_parts and not reduction.is_users and self._is_staged("reduce_scatter", given.array.nbytes, options):
+            source = flat_input(given.array)
+            if np.may_share_memory(source, own):
+                source = source.copy()
+            return self._run_staged(Job("reduce_scatter", source, own, own.size), finish, options, what, reduction)
         chosen = self._choose("reduce_scatter", given.array.nbytes, options)
-        work, own = given.array.reshape(-1).copy(), flat_output(target.array)
+        work = given.array.reshape(-1).copy()
         first = sum(counts[: self.rank])
 
         def take() -> Any:
             np.copyto(own, work[first : first + len(own)])
-            reduction.finish(own)
-            return target.value
+            return finish()
 
-        what = f"{counts if name.endswith('_v') else counts[0]} {given.kind.name}"
-        return self._run(chosen, Space(Part(work, counts)), take, options, what, reduction, name=name)
+        job = Job("reduce_scatter", work, own, own.size, finish) if even_parts else None
+        return self._run(chosen, Space(Part(work, counts)), take, options, what, reduction, name=name, job=job)
 
     def all_to_all(
         self,
@@ -357,11 +513,16 @@ class Collectives(Running):
             flat = flat.copy()
         each = flat.size // self.size
         counts = [each] * self.size
+        here = slice(each * self.rank, each * (self.rank + 1))
+        came[here] = flat[here]
+        job = Job("all_to_all", flat, came, each)
+        if self._is_staged("all_to_all", each * flat.itemsize, options):
+            return self._run_staged(job, lambda: target.value, options, given.what)
         chosen = self._choose("all_to_all", each * flat.itemsize, options)
         parts = [Part(flat, counts), Part(came, counts)]
         if chosen.algorithm == "bruck":
             parts.append(Part(np.empty_like(flat), counts))
-        return self._run(chosen, Space(*parts), lambda: target.value, options, given.what)
+        return self._run(chosen, Space(*parts), lambda: target.value, options, given.what, job=job)
 
     def scan(
         self, array: Any, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
