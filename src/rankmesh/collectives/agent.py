@@ -130,7 +130,6 @@ class GroupContext:
         names = [router.peer.host for router in routers]
         #: The host of each member, by the first member that is there: the same on all of them.
         self.hosts = tuple(names.index(name) for name in names)
-        self.host_count = len({*self.hosts})
         self.under_way: dict[int, Collective] = {}
         self._calls: OrderedDict[int, Call] = OrderedDict()
         self._sequence = 0

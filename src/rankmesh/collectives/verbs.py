@@ -63,7 +63,7 @@ class Running:
         if not 0 <= root < self.size:
             raise UsageError(f"There is no rank {root} in a group of {self.size}. Correct root.")
         context = self._context
-        name = context.agent.chooser.choose(collective, nbytes, self.size, context.host_count, options.algorithm)
+        name = context.agent.chooser.choose(collective, nbytes, self.size, len({*context.hosts}), options.algorithm)
         blocks = ALGORITHMS[collective][name].blocks(self.size)
         return Chosen(collective, name, rounds(collective, name, self.rank, self.size, root), blocks)
 
