@@ -13,7 +13,7 @@ import numpy as np
 from rankmesh.buffers import EMPTY, writable
 from rankmesh.collectives import CollectiveAgent, GroupContext, UnevenCollectives
 from rankmesh.collectives.space import Part, Space
-from rankmesh.collectives.verbs import Options
+from rankmesh.collectives.starting import Options
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
 from rankmesh.endpoint.hub import Hub
 from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag, new_status

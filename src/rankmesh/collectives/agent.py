@@ -18,7 +18,6 @@ All methods need the engine's lock, unless they say that they take it.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Final
@@ -38,6 +37,7 @@ from rankmesh.wire.messages import TEXT_LIMIT, plain
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.endpoint import Endpoint
+    from rankmesh.endpoint.hub import Hub
     from rankmesh.endpoint.router import Router
     from rankmesh.endpoint.timers import Timer
 
@@ -128,7 +128,7 @@ class GroupContext:
 
     def __init__(self, agent: CollectiveAgent, number: int, rank: int, routers: Sequence[Router]) -> None:
         self.agent = agent
-        self.hub = agent.hub
+        self.hub: Hub = agent.hub
         self.number = number
         self.rank = rank
         self.routers = routers
@@ -138,15 +138,25 @@ class GroupContext:
         self.hosts = tuple(names.index(name) for name in names)
         self.founding = Founding(self, agent.request)
         self.under_way: dict[int, Collective] = {}
-        self._calls: OrderedDict[int, Call] = OrderedDict()
+        self._calls: dict[int, Call] = {}
         self._sequence = 0
         #: Why there can be no more collectives: what each rank called, or a member that was lost.
         self._desync: dict[int, str] | None = None
         self._lost: PeerRouter | None = None
         self._closed = ""
+        self._unusable = False
 
-    def next_call(self, signature: Signature) -> Call:
-        """The next sequence number is this call's."""
+    def next_call(self, signature: Signature, known: int | None = None, depth: int = 1) -> Call:
+        """The next sequence number is this call's. See Call for the rest."""
+        if self._unusable or self.hub.closed:
+            self._refuse(signature)
+        sequence = self._sequence
+        self._sequence = sequence + 1
+        call = self._calls[sequence] = Call(sequence, signature, known, depth + 1)
+        self._calls.pop(sequence - REMEMBERED, None)
+        return call
+
+    def _refuse(self, signature: Signature) -> None:
         self.hub.check_open()
         if self._closed:
             raise ClosedError(self._closed)
@@ -154,12 +164,6 @@ class GroupContext:
             raise _desync_error(self._desync)
         if self._lost is not None:
             raise self._lost.lost_error(f"{signature.collective} with", None)
-        call = Call(self._sequence, signature)
-        self._sequence += 1
-        self._calls[call.sequence] = call
-        if len(self._calls) > REMEMBERED:
-            self._calls.popitem(last=False)
-        return call
 
     def begin(self, collective: Collective) -> None:
         self.under_way[collective.call.sequence] = collective
@@ -234,6 +238,7 @@ class GroupContext:
         if self._desync is not None:
             return
         self._desync = calls
+        self._unusable = True
         for router in tell:
             if router is not self.routers[self.rank] and not router.gone:
                 self.agent.request(router, Tell(self.number, calls))
@@ -243,11 +248,13 @@ class GroupContext:
     def member_lost(self, router: PeerRouter) -> None:
         if router.index in self.indices:
             self._lost = self._lost or router
+            self._unusable = True
             for collective in list(self.under_way.values()):
                 collective.stop(router.lost_error(collective.op, None))
 
     def close(self, reason: str) -> None:
         self._closed = reason
+        self._unusable = True
         for collective in list(self.under_way.values()):
             collective.stop(ClosedError(reason))
         self.founding.close()

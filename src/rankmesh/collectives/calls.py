@@ -12,6 +12,7 @@ import os
 import sys
 from functools import lru_cache
 from time import monotonic
+from types import FrameType
 from typing import Final, NamedTuple
 from zlib import crc32
 
@@ -45,13 +46,15 @@ def digest(signature: Signature) -> int:
 class Call:
     """One call of one rank."""
 
-    __slots__ = ("digest", "given_up", "line", "path", "sequence", "signature", "when")
+    __slots__ = ("_code", "_instruction", "digest", "given_up", "sequence", "signature", "when")
 
-    def __init__(self, sequence: int, signature: Signature) -> None:
+    def __init__(self, sequence: int, signature: Signature, known: int | None = None, depth: int = 1) -> None:
+        """`known`: the signature's digest. `depth`: how many frames up rankmesh's own code is sure to go."""
         self.sequence = sequence
         self.signature = signature
-        self.digest = digest(signature)
-        self.path, self.line = _users_line()
+        self.digest = digest(signature) if known is None else known
+        frame = _users_frame(sys._getframe(depth))
+        self._code, self._instruction = frame.f_code, frame.f_lasti  # its line is looked up when somebody asks
         self.when = monotonic()
         #: Why this rank does not go on with it; empty while it does.
         self.given_up = ""
@@ -60,18 +63,22 @@ class Call:
     def tag(self) -> int:
         return _FIRST_TAG - ((self.sequence % (1 << _SEQUENCE_BITS)) << _DIGEST_BITS | self.digest)
 
+    @property
+    def line(self) -> int:
+        lines = (line for first, end, line in self._code.co_lines() if first <= self._instruction < end)
+        return next(lines, None) or self._code.co_firstlineno
+
     def __str__(self) -> str:
         about = str(self.signature)
-        place = f"{os.path.basename(self.path)}:{self.line}"
+        place = f"{os.path.basename(self._code.co_filename)}:{self.line}"
         return f"{self.signature.collective} #{self.sequence}{f' ({about})' if about else ''} at {place}"
 
 
-def _users_line() -> tuple[str, int]:
-    """The innermost line of code that is not rankmesh's own."""
-    frame = sys._getframe(2)
+def _users_frame(frame: FrameType) -> FrameType:
+    """The innermost, from this one on, of code that is not rankmesh's own."""
     while frame.f_back is not None:
         path = frame.f_code.co_filename
         if not path.startswith(_PACKAGE) or path.startswith(_TESTS):
             break
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame

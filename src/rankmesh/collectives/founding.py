@@ -87,7 +87,9 @@ class Founding:
         #: What each rank said in the end.
         self._said: dict[int, str] = {}
         self._waiting: list[StagedCollective] = []
-        if len(group.routers) > MOST_RANKS:
+        if len(group.routers) == 1:
+            self._without("the group has one rank")
+        elif len(group.routers) > MOST_RANKS:
             self._without(f"the group has more than {MOST_RANKS} ranks")
         elif len(set(group.hosts)) > 1:
             self._without("the group spans several hosts")

@@ -29,7 +29,7 @@ from rankmesh.config import KIB
 from rankmesh.errors import UsageError
 
 if TYPE_CHECKING:
-    from rankmesh.collectives.verbs import Options, Running
+    from rankmesh.collectives.starting import Options, Running
 
 #: Contiguous arrays of at least so many bytes stay where they lie.
 _IN_PLACE: Final = 64 * KIB

@@ -5,7 +5,7 @@ what that waits for is there, and knows nothing of who drives it: the caller its
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.kinds import Array, Operation
@@ -31,6 +31,7 @@ class Recipe(NamedTuple):
     """What calls that are alike share. `apply` reduces, where anything is reduced."""
 
     signature: Signature
+    digest: int
     steps: tuple[Step, ...]
     apply: Operation | None = None
 
@@ -66,14 +67,12 @@ class Passage:
 
     __slots__ = ("_apply", "_at", "_digest", "_sequence", "_serial", "_slots", "_source", "_stage", "_steps", "_target")
 
-    def __init__(self, stage: Stage, recipe: Recipe, sequence: int, digest: int, source: Array, target: Array) -> None:
+    def __init__(self, stage: Stage, recipe: Recipe, sequence: int, source: Array, target: Array) -> None:
         self._stage = stage
-        self._steps = recipe.steps
-        self._apply = recipe.apply
+        _, self._digest, self._steps, self._apply = recipe
         self._at = 0
         self._sequence = sequence
         self._serial = sequence << CHUNK_BITS
-        self._digest = digest
         self._source = source
         self._target = target
         self._slots = stage.slots(source.dtype)
@@ -105,7 +104,8 @@ class Passage:
         if what == _STAGE:
             source, own = self._source, self._slots[stage.rank][slot]
             for start, stop, at in chunk.stage:
-                own[at : at + stop - start] = source[start:stop]
+                length = stop - start
+                own[at : at + length] = source if length == len(source) else source[start:stop]
             stage.hold(slot, serial)
             stage.say(STAGED[slot], serial, self._digest)
             return
@@ -129,7 +129,11 @@ class Passage:
         parts = [slots[rank][slot][at : at + length] for rank, at in enumerate(places)]
         if not staged:
             parts[own] = self._source[start:stop]
-        result = self._target[into : into + length] if publish < 0 else slots[own][slot][publish : publish + length]
+        if publish >= 0:
+            result = slots[own][slot][publish : publish + length]
+        else:
+            target = self._target
+            result = target if length == len(target) else target[into : into + length]
         left = parts[0]
         for right in parts[1:]:
             apply(left, right, result)

@@ -69,8 +69,7 @@ class StagedCollective(Collective):
             return
         self._stage = self.hint = stage
         if self._passage is None:
-            call = self.call
-            self._passage = Passage(stage, self._recipe, call.sequence, call.digest, self._source, self._target)
+            self._passage = Passage(stage, self._recipe, self.call.sequence, self._source, self._target)
         stage.enter(self)
 
     # ------------------------------------------------------------------ steps

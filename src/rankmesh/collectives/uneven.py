@@ -25,7 +25,8 @@ from rankmesh.collectives.arguments import (
 )
 from rankmesh.collectives.reducing import Op
 from rankmesh.collectives.space import Part, Space
-from rankmesh.collectives.verbs import Collectives, Options
+from rankmesh.collectives.starting import Options
+from rankmesh.collectives.verbs import Collectives
 from rankmesh.errors import UsageError
 
 

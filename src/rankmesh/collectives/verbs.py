@@ -16,202 +16,29 @@ For all of them:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from rankmesh.collectives import fusing
-from rankmesh.collectives.agent import GroupContext
 from rankmesh.collectives.arguments import Array, Operand, by_rank, flat_input, flat_output, operand, output
-from rankmesh.collectives.calls import Signature
-from rankmesh.collectives.choosing import ALGORITHMS, World, rounds
 from rankmesh.collectives.compression import Compressor, exchange
-from rankmesh.collectives.founding import Founding, State
 from rankmesh.collectives.fusing import is_list
 from rankmesh.collectives.kinds import Kind
-from rankmesh.collectives.passage import Passage, Recipe, steps
-from rankmesh.collectives.plan import Round
-from rankmesh.collectives.reducing import Op, Reducer, Reduction
-from rankmesh.collectives.running import Collective
+from rankmesh.collectives.reducing import Op, Reduction
 from rankmesh.collectives.space import Part, Space, even
-from rankmesh.collectives.stage import MOST_ITEM_BYTES, SLOT_BYTES
-from rankmesh.collectives.staged import Fallback, StagedCollective
-from rankmesh.collectives.staging import Case
-from rankmesh.config import KIB
+from rankmesh.collectives.starting import Chosen, Job, Options, Running
 from rankmesh.errors import UsageError
 
-
-class Options(NamedTuple):
-    """What every collective takes."""
-
-    algorithm: str | None = None
-    async_op: bool = False
-    timeout: float | None = None
-
-
-class Job(NamedTuple):
-    """A collective on a stage (staging.py): its arrays, flat, and the elements of a rank's part."""
-
-    collective: str
-    source: Array
-    target: Array
-    part: int
-    #: What is done at its end, where that differs from what is done after a plan.
-    conclude: Callable[[], Any] | None = None
-
-
-class Chosen(NamedTuple):
-    """A collective's algorithm, on one rank."""
-
-    collective: str
-    algorithm: str
-    rounds: tuple[Round, ...]
-    blocks: int
-    staged: bool = False
-
-    @property
-    def receives(self) -> bool:
-        return any(this.receives for this in self.rounds)
-
-
-_MOST_RECIPES: Final = 1024
 _NOTHING: Final = np.empty(0, np.uint8)
-#: Up to so many bytes every rank of an all_reduce on the stage reduces everything itself: one wait instead of two.
-_WHOLE: Final = {2: 256 * KIB}
-_WHOLE_OF_MORE: Final = 16 * KIB
+_BARRIER: Final = ("barrier",)
 
 
-class Running:
-    """What the forms of collectives have in common. A group sets `rank`, `size` and `_context`."""
-
-    rank: int
-    size: int
-    _context: GroupContext
-    #: Of calls that may come again: collective, dtype, elements, operation.
-    _recipes: dict[tuple[Any, ...], Recipe]
-
-    def _choose(self, collective: str, nbytes: int, options: Options, root: int = 0) -> Chosen:
-        if not 0 <= root < self.size:
-            raise UsageError(f"There is no rank {root} in a group of {self.size}. Correct root.")
-        context = self._context
-        name = context.agent.chooser.choose(collective, nbytes, self.size, len({*context.hosts}), options.algorithm)
-        algorithm = ALGORITHMS[collective][name]
-        world = World(self.size, context.hosts, root, algorithm.segments(nbytes, self.size))
-        return Chosen(
-            collective, name, rounds(collective, name, self.rank, world), algorithm.blocks(world), algorithm.staged
-        )
-
-    def _remember(self, key: tuple[Any, ...], recipe: Recipe) -> None:
-        if len(self._recipes) >= _MOST_RECIPES:
-            self._recipes.clear()
-        self._recipes[key] = recipe
-
-    def _is_staged(self, collective: str, nbytes: int, options: Options) -> bool:
-        """Whether it runs on the group's stage, and that is there."""
-        context = self._context
-        if context.founding.stage is None:
-            return False
-        name = context.agent.chooser.choose(collective, nbytes, self.size, 1, options.algorithm)
-        return ALGORITHMS[collective][name].staged
-
-    def _run(
-        self,
-        chosen: Chosen,
-        space: Space,
-        conclude: Callable[[], Any],
-        options: Options,
-        what: str = "",
-        reduction: Reducer | None = None,
-        root: int | None = None,
-        name: str = "",
-        job: Job | None = None,
-    ) -> Any:
-        """`what`: of what; it must be the same on all ranks. `job`: how it goes on a stage, if there is to be one."""
-        context = self._context
-        if job is not None and chosen.staged and self._may_be_staged(job, reduction):
-            fallback = chosen.rounds, space, reduction, conclude
-            return self._run_staged(job, job.conclude or conclude, options, what, reduction, root, fallback)
-        op = "" if reduction is None else reduction.name
-        signature = Signature(name or chosen.collective, what, op, root, chosen.algorithm)
-        timeout = context.hub.config.timeout if options.timeout is None else options.timeout
-        with context.hub.engine:
-            call = context.next_call(signature)
-            collective = Collective(context, call, chosen.rounds, space, reduction, conclude, timeout)
-            context.begin(collective)
-        return collective if options.async_op else collective.result()
-
-    def _may_be_staged(self, job: Job, reduction: Reducer | None) -> bool:
-        """There is a stage, or there may be one; and no user's code runs on it."""
-        users = reduction is not None and reduction.is_users
-        return self._founding.state is not State.NONE and not users and job.source.itemsize <= MOST_ITEM_BYTES
-
-    @property
-    def _founding(self) -> Founding:
-        return self._context.founding
-
-    def _run_staged(
-        self,
-        job: Job,
-        conclude: Callable[[], Any],
-        options: Options,
-        what: str = "",
-        reduction: Reducer | None = None,
-        root: int | None = None,
-        fallback: Fallback | None = None,
-    ) -> Any:
-        recipe = self._recipe(job, what, reduction, root)
-        return self._pass(recipe, job.source, job.target, conclude, options.timeout, options.async_op, fallback)
-
-    def _recipe(self, job: Job, what: str, reduction: Reducer | None, root: int | None) -> Recipe:
-        plan = job.collective
-        if plan == "all_reduce":
-            whole = job.source.nbytes <= _WHOLE.get(self.size, _WHOLE_OF_MORE)
-            plan = "all_reduce whole" if whole else "all_reduce slices"
-        case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // job.source.itemsize)
-        op, apply = ("", None) if reduction is None else (reduction.name, reduction.apply)
-        return Recipe(Signature(job.collective, what, op, root, "shared"), steps(plan, case), apply)
-
-    def _pass(
-        self,
-        recipe: Recipe,
-        source: Array,
-        target: Array,
-        conclude: Callable[[], Any],
-        timeout: float | None = None,
-        async_op: bool = False,
-        fallback: Fallback | None = None,
-    ) -> Any:
-        """Over the stage. Who waits anyway takes the steps itself, unless that takes long."""
-        context = self._context
-        stage, engine = context.founding.stage, context.hub.engine
-        timeout = context.hub.config.timeout if timeout is None else timeout
-        passage = None
-        if not engine.lock.acquire(False):
-            engine.acquire()
-        try:
-            call = context.next_call(recipe.signature)
-            if stage is not None and not async_op:
-                passage = Passage(stage, recipe, call.sequence, call.digest, source, target)
-                try:
-                    if stage.run(passage):
-                        return conclude()
-                except BaseException:
-                    passage.give_up()
-                    raise
-            staged = StagedCollective(context, call, recipe, source, target, conclude, timeout, fallback, passage)
-            context.begin(staged)
-        finally:
-            engine.lock.release()
-            if engine.deferred or engine.contenders:
-                engine.after_release()
-        return staged if async_op else staged.result()
-
-    def _own_block(self, own: Array) -> Space:
-        """n blocks, of which a rank that passes nothing on needs its own only."""
-        nothing = np.empty(0, own.dtype)
-        return Space(
-            Part(nothing, [0] * self.rank), Part(own, [len(own)]), Part(nothing, [0] * (self.size - self.rank - 1))
-        )
+def _like(collective: str, array: Any, out: Any, op: Op = "") -> tuple[Any, ...] | None:
+    """The key of calls like this one; None: it is of a kind that is looked at anew each time."""
+    if type(array) is np.ndarray and type(out) is np.ndarray:
+        return collective, array.dtype, array.shape, out.dtype, out.shape, op
+    return None
 
 
 def _none() -> None:
@@ -232,10 +59,13 @@ class Collectives(Running):
 
     def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Any:
         """Wait until every rank has called it."""
+        recipe = self._recipes.get(_BARRIER)
+        if recipe is not None:
+            return self._pass(recipe, _NOTHING, _NOTHING, _none, timeout, async_op)
         options = Options(None, async_op, timeout)
         job = Job("barrier", _NOTHING, _NOTHING, 0)
         if self._is_staged("barrier", 0, options):
-            return self._run_staged(job, _none, options)
+            return self._run_staged(job, _none, options, key=_BARRIER)
         return self._run(self._choose("barrier", 0, options), Space(), _none, options, job=job)
 
     def broadcast(
@@ -249,6 +79,11 @@ class Collectives(Running):
     ) -> Any:
         """The root's array, in every rank's array of the same dtype and number of elements. A list of arrays travels
         as one (fusing.py)."""
+        if type(array) is np.ndarray and algorithm is None and not async_op:
+            recipe = self._recipes.get(("broadcast", array.dtype, array.size, root))
+            if recipe is not None and array.flags.carray:
+                flat = array if array.ndim == 1 else array.reshape(-1)
+                return self._pass(recipe, flat, flat, lambda: array, timeout)
         options = Options(algorithm, async_op, timeout)
         if is_list(array):
             return fusing.broadcast(self, array, root, options)
@@ -256,7 +91,8 @@ class Collectives(Running):
         flat = flat_input(given.array) if self.rank == root else flat_output(given.array, "array")
         job = Job("broadcast", flat, flat, flat.size)
         if self._is_staged("broadcast", flat.nbytes, options) and 0 <= root < self.size:
-            return self._run_staged(job, lambda: given.value, options, given.what, root=root)
+            key = ("broadcast", flat.dtype, flat.size, root) if type(given.kind) is Kind else None
+            return self._run_staged(job, lambda: given.value, options, given.what, root=root, key=key)
         chosen = self._choose("broadcast", flat.nbytes, options, root)
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
         return self._run(chosen, space, lambda: given.value, options, given.what, root=root, job=job)
@@ -333,9 +169,8 @@ class Collectives(Running):
         what = f"{flat.size} {kind.name}"
         job = None if reduction.is_users else Job("all_reduce", flat, flat, flat.size)
         if job is not None and self._is_staged("all_reduce", flat.nbytes, options):
-            if isinstance(op, str) and op != "avg" and options.algorithm is None and type(kind) is Kind:
-                self._remember(("all_reduce", flat.dtype, flat.size, op), self._recipe(job, what, reduction, None))
-            return self._run_staged(job, finish, options, what, reduction)
+            key = ("all_reduce", flat.dtype, flat.size, op) if type(kind) is Kind and op != "avg" else None
+            return self._run_staged(job, finish, options, what, reduction, key=key)
         chosen = self._choose("all_reduce", flat.nbytes, options)
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
         return self._run(chosen, space, finish, options, what, reduction, job=job)
@@ -350,6 +185,11 @@ class Collectives(Running):
         timeout: float | None = None,
     ) -> Any:
         """All ranks' arrays, of one shape and dtype, on every rank: an array whose first dimension is the ranks."""
+        if algorithm is None and not async_op:
+            recipe = self._known("all_gather", array, out)
+            if recipe is not None:
+                out[self.rank] = array
+                return self._pass(recipe, array.reshape(-1), out.reshape(-1), lambda: out, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         own = given.array
@@ -358,7 +198,8 @@ class Collectives(Running):
         target.array[self.rank] = own
         job = Job("all_gather", flat_input(own), flat, own.size)
         if self._is_staged("all_gather", own.nbytes, options):
-            return self._run_staged(job, lambda: target.value, options, given.what)
+            key = _like("all_gather", array, out)
+            return self._run_staged(job, lambda: target.value, options, given.what, key=key)
         chosen = self._choose("all_gather", own.nbytes, options)
         space = Space(Part(flat, [own.size] * self.size))
         return self._run(chosen, space, lambda: target.value, options, given.what, job=job)
@@ -461,6 +302,10 @@ class Collectives(Running):
         timeout: float | None = None,
     ) -> Any:
         """Of all ranks' arrays, whose first dimension is the ranks: this rank's entry, reduced."""
+        if algorithm is None and not async_op and op != "avg":
+            recipe = self._known("reduce_scatter", array, out, op)
+            if recipe is not None and not np.may_share_memory(array, out):
+                return self._pass(recipe, array.reshape(-1), out.reshape(-1), lambda: out, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         target = output(out, by_rank(given.array, self.size, "reduce_scatter"), given.kind)
@@ -482,7 +327,9 @@ class Collectives(Running):
             source = flat_input(given.array)
             if np.may_share_memory(source, own):
                 source = source.copy()
-            return self._run_staged(Job("reduce_scatter", source, own, own.size), finish, options, what, reduction)
+            key = _like("reduce_scatter", given.value, target.value, op)
+            job = Job("reduce_scatter", source, own, own.size)
+            return self._run_staged(job, finish, options, what, reduction, key=key)
         chosen = self._choose("reduce_scatter", given.array.nbytes, options)
         work = given.array.reshape(-1).copy()
         first = sum(counts[: self.rank])
@@ -491,8 +338,8 @@ class Collectives(Running):
             np.copyto(own, work[first : first + len(own)])
             return finish()
 
-        job = Job("reduce_scatter", work, own, own.size, finish) if even_parts else None
-        return self._run(chosen, Space(Part(work, counts)), take, options, what, reduction, name=name, job=job)
+        staged = Job("reduce_scatter", work, own, own.size, finish) if even_parts else None
+        return self._run(chosen, Space(Part(work, counts)), take, options, what, reduction, name=name, job=staged)
 
     def all_to_all(
         self,
@@ -504,6 +351,11 @@ class Collectives(Running):
         timeout: float | None = None,
     ) -> Any:
         """Entry s of the result is what rank s had in the entry of this rank; the first dimension is the ranks."""
+        if algorithm is None and not async_op:
+            recipe = self._known("all_to_all", array, out)
+            if recipe is not None and not np.may_share_memory(array, out):
+                out[self.rank] = array[self.rank]
+                return self._pass(recipe, array.reshape(-1), out.reshape(-1), lambda: out, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         by_rank(given.array, self.size, "all_to_all")
@@ -517,7 +369,8 @@ class Collectives(Running):
         came[here] = flat[here]
         job = Job("all_to_all", flat, came, each)
         if self._is_staged("all_to_all", each * flat.itemsize, options):
-            return self._run_staged(job, lambda: target.value, options, given.what)
+            key = _like("all_to_all", array, out)
+            return self._run_staged(job, lambda: target.value, options, given.what, key=key)
         chosen = self._choose("all_to_all", each * flat.itemsize, options)
         parts = [Part(flat, counts), Part(came, counts)]
         if chosen.algorithm == "bruck":

@@ -34,7 +34,7 @@ from rankmesh.config import KIB
 from rankmesh.errors import UsageError
 
 if TYPE_CHECKING:
-    from rankmesh.collectives.verbs import Options, Running
+    from rankmesh.collectives.starting import Options, Running
 
 _FLOATS: Final = frozenset(["float16", "bfloat16", "float32", "float64"])
 _ALL_GATHER: Final[dict[str, Callable[[int, int], Plan]]] = {
