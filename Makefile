@@ -27,7 +27,7 @@ BIN = $(VENV)/bin
 PYTHON ?= $$(scripts/find-python)
 ARGS ?=
 # Tests that mostly start processes and wait for them, and so leave a core to the others, which run beside them.
-PROCESSES = $(addprefix tests/,launch cli failure collectives memory membership security defects) \
+PROCESSES = $(addprefix tests/,launch cli failure collectives membership security defects) \
     $(addprefix tests/test_,readme.py examples.py run_world.py)
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going
 

@@ -106,6 +106,25 @@ def test_progress_is_made_in_the_background(transport: str) -> None:
     run_world(3, _background, transport, config=CONFIG, timeout=LIMIT)
 
 
+def _overlapping(mesh: Mesh, algorithm: str) -> list[bool]:
+    """While it reduces: whether the next round is under way."""
+    found: list[bool] = []
+
+    def add(left: Any, right: Any) -> Any:
+        (collective,) = mesh._context.under_way.values()
+        found.append(collective._round is not None)
+        return left + right
+
+    own = np.full(5001, mesh.rank)
+    assert (mesh.all_reduce(own, add, algorithm=algorithm) == sum(range(mesh.size))).all()
+    return found
+
+
+def test_the_pipelined_ring_reduces_while_it_sends() -> None:
+    assert run_world(3, _overlapping, args=("pipelined_ring",), config=CONFIG, timeout=LIMIT) == [[True] * 4] * 3
+    assert run_world(3, _overlapping, args=("ring",), config=CONFIG, timeout=LIMIT) == [[False] * 2] * 3
+
+
 def _awaited(mesh: Mesh) -> Any:
     async def main() -> Any:
         works = [mesh.all_reduce(np.full(100, number), async_op=True) for number in range(5)]

@@ -4,8 +4,8 @@ Idea. As in ring.py, but a block travels in S messages, a round for each. What a
 one sends or receives, so the next one can begin first (rule 3 of plan.py): links do not rest while ranks compute.
 
 Cost, for B bytes and n ranks: 2S(n-1) rounds and 2B(n-1)/n bytes sent by each rank, in messages of B/(nS). Against
-the ring it takes S times as many messages, and hides the time of reducing: for arrays so large that this is the
-longer.
+the ring it takes S times as many messages, and hides the time of reducing: for large arrays, where links take less of
+a processor than reducing does. (On one host, where every byte is copied by the same cores, it is no faster.)
 
 A block is reduced by one rank only, in the order of the ring, beginning after its owner: bit-identical on all ranks.
 """
@@ -16,10 +16,10 @@ from typing import Final
 
 from rankmesh.collectives import ring
 from rankmesh.collectives.plan import Plan, Receive, Round, Send, Span
-from rankmesh.config import KIB
+from rankmesh.config import MIB
 
-#: Bytes of a segment: shorter ones cost more in messages than they hide.
-SEGMENT: Final = 512 * KIB
+#: Bytes of a segment: shorter ones cost more in messages than they hide, measured between two processes.
+SEGMENT: Final = 2 * MIB
 #: More segments hide nothing more.
 MOST: Final = 16
 

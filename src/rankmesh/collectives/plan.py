@@ -66,6 +66,14 @@ def fold(source: int, rank: int) -> Into:
     return Into.LEFT if source < rank else Into.RIGHT
 
 
+def touches(this: Round, blocks: Sequence[Span]) -> bool:
+    """Whether a round sends, receives or copies any of these."""
+    used = [span for send in this.sends for span in send.spans]
+    used += [span for receive in this.receives for span in receive.spans]
+    used += [span for copy in this.copies for span in copy]
+    return any(low < end and first < high for low, high in used for first, end in blocks)
+
+
 def spans(blocks: list[int]) -> tuple[Span, ...]:
     """Blocks, in the order given, as few spans."""
     found: list[Span] = []

@@ -23,7 +23,7 @@ import numpy as np
 
 from rankmesh.buffers import EMPTY, readable
 from rankmesh.collectives.calls import Call
-from rankmesh.collectives.plan import Into, Receive, Round, Send
+from rankmesh.collectives.plan import Into, Receive, Round, Send, touches
 from rankmesh.collectives.reducing import Reducer
 from rankmesh.collectives.space import Space
 from rankmesh.config import KIB
@@ -202,13 +202,14 @@ class Collective(Work[Any]):
         """Go on as far as it goes. `leading`: the calling thread leads the engine."""
         try:
             while not (self.finished or self._busy or self._open):
-                if self._round is not None and not self._end_round(leading):
-                    return
                 following = next(self._rounds, None)
+                if not self._end_round(following, leading):
+                    return
                 if following is None:
                     self._succeed(leading)
                     return
-                self._begin_round(following)
+                if self._round is None:
+                    self._begin_round(following)
         except Exception as error:  # noqa: BLE001  # also what a user's function raised: it is the caller's to see
             self.stop(error)
 
@@ -227,7 +228,6 @@ class Collective(Work[Any]):
         self.moved = monotonic()
         for copy in this.copies:
             np.copyto(self._space.array(copy.target), self._space.array(copy.source))
-        self._aside.clear()
         pieces: list[Piece] = []
         self._pieces = pieces
         self._open = len(this.receives) + len(this.sends) + 1
@@ -296,16 +296,22 @@ class Collective(Work[Any]):
         else:
             self.stop(error)
 
-    def _end_round(self, leading: bool) -> bool:
-        """Put what was kept aside where it belongs. False: it was stopped meanwhile."""
+    def _end_round(self, following: Round | None, leading: bool) -> bool:
+        """Put what was kept aside where it belongs. Where that takes long and the following round does not touch it,
+        that round is begun before (rule 3 of plan.py). False: it was stopped meanwhile."""
+        aside, self._aside = self._aside, []
         self._round = None
-        if not self._aside:
+        if not aside:
             return True
-        much = sum(aside.nbytes for _, aside in self._aside) > _MUCH
+        much = sum(came.nbytes for _, came in aside) > _MUCH
         if not much and not (self._reduction is not None and self._reduction.is_users):
-            self._settle()
+            self._settle(aside)
             return True
-        self._without_lock(self._settle, leading)
+        if following is not None and not touches(following, [span for receive, _ in aside for span in receive.spans]):
+            self._begin_round(following)
+            if self.finished:
+                return False
+        self._without_lock(lambda: self._settle(aside), leading)
         return not self.finished
 
     def _without_lock(self, what: Callable[[], Any], leading: bool) -> Any:
@@ -324,12 +330,12 @@ class Collective(Work[Any]):
             if self._doomed is not None:
                 self.stop(self._doomed)
 
-    def _settle(self) -> None:
-        for (_, spans, into), aside in self._aside:
+    def _settle(self, aside: list[tuple[Receive, Array]]) -> None:
+        for (_, spans, into), received in aside:
             at = 0
             for span in spans:
                 place = self._space.array(span)
-                came = aside[at : at + len(place)]
+                came = received[at : at + len(place)]
                 at += len(place)
                 if into is Into.PLACE:
                     np.copyto(place, came)

@@ -118,7 +118,8 @@ class Collectives(Running):
             target, flat = _in_place_or(out, given)
         else:
             flat = flat_input(given.array)
-            if self._founding.stage is None and chosen.receives and np.may_share_memory(flat, given.array):
+            staged = chosen.staged and self._founding.stage is not None and not reduction.is_users
+            if not staged and chosen.receives and np.may_share_memory(flat, given.array):
                 flat = flat.copy()  # a plan over messages works in it
 
         def conclude() -> Any:
