@@ -46,7 +46,7 @@ PURE = (
     "rankmesh.wire", "rankmesh.endpoint.matching", "rankmesh.endpoint.lanes",
     *(f"rankmesh.collectives.{name}" for name in (
         "plan", "ring", "recursive_doubling", "halving_doubling", "binomial", "bruck", "pairwise", "dissemination",
-        "direct", "scan", "simulator", "choosing", "space",
+        "direct", "scan", "simulator", "choosing", "space", "grid",
     )),
 )  # fmt: skip
 IMPURE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rankmesh.collectives.agent import CollectiveAgent, GroupContext
+from rankmesh.collectives.grid import Grid
 from rankmesh.collectives.uneven import UnevenCollectives
 
-__all__ = ["CollectiveAgent", "GroupContext", "UnevenCollectives"]
+__all__ = ["CollectiveAgent", "Grid", "GroupContext", "UnevenCollectives"]
