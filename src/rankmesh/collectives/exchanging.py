@@ -38,15 +38,15 @@ def laid_out(group: Running, sends: Mapping[int, Any], receives: Mapping[int, An
     for rank in (*sends, *receives):
         if not 0 <= rank < group.size:
             raise UsageError(f"There is no rank {rank} in a group of {group.size}. Correct sends or receives.")
-    targets = [flat_output(operand(array).array, "receives") for array in receives.values()]
-    given = [flat_input(operand(array).array) for array in sends.values()]
-    given = [flat.copy() if _touches(flat, targets) else flat for flat in given]  # rule 3 of plans
+    given = {to: operand(array) for to, array in sends.items()}
+    wanted = {source: operand(array) for source, array in receives.items()}
     own = group.rank
-    if (own in sends) != (own in receives) or (
-        own in sends and operand(sends[own]).what != operand(receives[own]).what
-    ):
+    if (given[own].what if own in given else None) != (wanted[own].what if own in wanted else None):
         raise UsageError(f"Rank {own} sends to itself what it does not receive from itself. Correct sends or receives.")
-    space = Space(*(Part(flat, [flat.size]) for flat in (*given, *targets)))
+    targets = [flat_output(one.array, "receives") for one in wanted.values()]
+    sources = [flat_input(one.array) for one in given.values()]
+    sources = [flat.copy() if _touches(flat, targets) else flat for flat in sources]  # else it could change on the way
+    space = Space(*(Part(flat, [flat.size]) for flat in (*sources, *targets)))
     return round_of(own, list(sends), list(receives)), space
 
 
