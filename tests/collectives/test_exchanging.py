@@ -148,7 +148,7 @@ def _refusals(mesh: Mesh) -> None:
     one = np.zeros(1)
     refused: dict[str, Any] = {
         "no rank 2 in a group of 2": lambda: mesh.neighbor_exchange({2: one}, {}),
-        "not contiguous": lambda: mesh.neighbor_exchange({}, {0: np.zeros((4, 4))[:, 1]}),
+        "not contiguous": lambda: mesh.neighbor_exchange({}, {1 - mesh.rank: np.zeros((4, 4))[:, 1]}),
         "sends to itself": lambda: mesh.neighbor_exchange({mesh.rank: one}, {}),
     }
     for text, call in refused.items():
