@@ -47,7 +47,7 @@ PURE = (
     *(f"rankmesh.collectives.{name}" for name in (
         "plan", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling", "binomial", "kary", "bruck",
         "neighbour", "pairwise", "dissemination", "direct", "scatter_gather", "hierarchical", "scan", "simulator",
-        "symmetry", "choosing", "space", "staging",
+        "symmetry", "choosing", "space", "staging", "grid",
     )),
 )  # fmt: skip
 IMPURE = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rankmesh.collectives.agent import CollectiveAgent, GroupContext
+from rankmesh.collectives.grid import Grid
 from rankmesh.collectives.tuning import Chooser
 from rankmesh.collectives.uneven import UnevenCollectives
 
-__all__ = ["Chooser", "CollectiveAgent", "GroupContext", "UnevenCollectives"]
+__all__ = ["Chooser", "CollectiveAgent", "Grid", "GroupContext", "UnevenCollectives"]

@@ -1,4 +1,5 @@
-"""The uneven forms: parts of different numbers of rows. And the object forms, which are uneven bytes.
+"""The uneven forms: parts of different numbers of rows. The object forms, which are uneven bytes. The exchange
+among neighbours, which is as uneven as they like.
 
 A row is an entry of an array's first dimension; all ranks' rows have one shape and dtype. `counts[r]` is rank r's
 number of rows. Where it is optional and not given, ranks tell each other first, which an async_op cannot wait for.
@@ -6,7 +7,7 @@ number of rows. Where it is optional and not given, ranks tell each other first,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from rankmesh.collectives.arguments import (
     row_counts,
     rows_of,
 )
+from rankmesh.collectives.exchanging import laid_out
 from rankmesh.collectives.reducing import Op
 from rankmesh.collectives.space import Part, Space
-from rankmesh.collectives.starting import Options
+from rankmesh.collectives.starting import Chosen, Options
 from rankmesh.collectives.verbs import Collectives
 from rankmesh.errors import UsageError
 
@@ -192,6 +194,22 @@ class UnevenCollectives(Collectives):
         chosen = self._choose("all_to_all", flat.nbytes, options)
         space = Space(Part(flat, [count * each for count in rows]), Part(came, [count * each for count in coming]))
         return self._run(chosen, space, lambda: target.value, options, given.rows, name="all_to_all_v")
+
+    def neighbor_exchange(
+        self,
+        sends: Mapping[int, Any],
+        receives: Mapping[int, Any],
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send an array to each rank of `sends`, and receive one from each of `receives` into the array given there;
+        `receives` is returned. Every rank calls it, if need be with nothing ({}); what one sends, the other receives,
+        of the same number of bytes. `Grid` finds the neighbours in a box."""
+        options = Options(None, async_op, timeout)
+        this, space = laid_out(self, sends, receives)
+        chosen = Chosen("neighbor_exchange", "direct", (this,), len(sends) + len(receives))
+        return self._run(chosen, space, lambda: receives, options)
 
     # ------------------------------------------------------------------ objects
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from rankmesh.collectives.compression.base import Compressor, padded
 from rankmesh.collectives.compression.halves import narrow, widen
+from rankmesh.collectives.kinds import BLOCK
 from rankmesh.errors import UsageError
 
 Array = np.ndarray[Any, Any]
 
 _LARGEST: Final = {"float16": np.float32(65504.0), "bfloat16": np.float32(3.3895313892515355e38)}
-_BLOCK: Final = 32 * 1024
 
 
 class Cast(Compressor):
@@ -44,11 +44,11 @@ class Cast(Compressor):
 
     def encode(self, values: Array, payload: Array, seed: int) -> None:
         bits, largest = payload[: 2 * len(values)].view(np.uint16), _LARGEST[self.dtype]
-        for first in range(0, len(values), _BLOCK):
-            block = values[first : first + _BLOCK]
+        for first in range(0, len(values), BLOCK):
+            block = values[first : first + BLOCK]
             held = np.clip(block, -largest, largest)
             np.copyto(held, block, where=np.isinf(block))
-            narrow(held, self.dtype, bits[first : first + _BLOCK])
+            narrow(held, self.dtype, bits[first : first + BLOCK])
 
     def decode(self, payload: Array, out: Array, seed: int) -> None:
         widen(payload[: 2 * len(out)].view(np.uint16), self.dtype, out)

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from rankmesh.collectives.kinds import BLOCK
+
 Array = np.ndarray[Any, Any]
 
-#: What is converted at a time, so that what lies between stays in the cache.
-_BLOCK: Final = 32 * 1024
 _SHIFT: Final = np.uint32(16)
 _QUIET: Final = np.uint32(0x0040)  # of bits shifted down: makes a NaN of any bits one whose upper half is a NaN too
 
@@ -19,8 +19,9 @@ _QUIET: Final = np.uint32(0x0040)  # of bits shifted down: makes a NaN of any bi
 def widen(bits: Array, name: str, out: Array) -> None:
     """`bits`: flat uint16. `name`: "float16" or "bfloat16"."""
     torch = sys.modules.get("torch")
-    if torch is not None and len(bits):
-        torch.from_numpy(out).copy_(torch.from_numpy(bits.view(np.int16)).view(getattr(torch, name)))
+    if torch is not None:
+        given = torch.from_numpy(bits.view(np.int16)).view(getattr(torch, name))
+        _copy(torch.from_numpy(out), given)
     elif name == "float16":
         np.copyto(out, bits.view(np.float16))
     else:
@@ -32,14 +33,20 @@ def widen(bits: Array, name: str, out: Array) -> None:
 def narrow(values: Array, name: str, bits: Array) -> None:
     """What is too large becomes infinite."""
     torch = sys.modules.get("torch")
-    if torch is not None and len(bits):
-        torch.from_numpy(bits.view(np.int16)).view(getattr(torch, name)).copy_(torch.from_numpy(values))
+    if torch is not None:
+        target = torch.from_numpy(bits.view(np.int16)).view(getattr(torch, name))
+        _copy(target, torch.from_numpy(values))
     elif name == "float16":
         with np.errstate(over="ignore", invalid="ignore"):
             np.copyto(bits.view(np.float16), values, casting="same_kind")
     else:
-        for first in range(0, len(bits), _BLOCK):
-            _narrow_block(values[first : first + _BLOCK], bits[first : first + _BLOCK])
+        for first in range(0, len(bits), BLOCK):
+            _narrow_block(values[first : first + BLOCK], bits[first : first + BLOCK])
+
+
+def _copy(target: Any, given: Any) -> None:
+    for one, other in zip(target.split(BLOCK), given.split(BLOCK), strict=True):
+        one.copy_(other)
 
 
 def _narrow_block(values: Array, bits: Array) -> None:

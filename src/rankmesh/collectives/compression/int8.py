@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from rankmesh.collectives.compression.base import Compressor, padded
+from rankmesh.collectives.kinds import BLOCK
 from rankmesh.errors import UsageError
 
 Array = np.ndarray[Any, Any]
@@ -24,8 +25,6 @@ Array = np.ndarray[Any, Any]
 _STEPS: Final = np.float32(127.0)
 #: 127 times this is finite.
 _LARGEST_SCALE: Final = np.nextafter(np.finfo(np.float32).max / _STEPS, np.float32(0.0), dtype=np.float32)
-#: Numbers that are encoded at a time, so that what lies between stays in the cache.
-_AT_ONCE: Final = 32 * 1024
 
 
 class Int8(Compressor):
@@ -66,7 +65,7 @@ class Int8(Compressor):
     def _rows(self, count: int) -> list[tuple[slice, int, int]]:
         """(blocks, first number, end): some whole blocks at a time, and what is left."""
         block, whole = self.block, count // self.block
-        at_once = max(1, _AT_ONCE // block)
+        at_once = max(1, BLOCK // block)
         found = [
             (slice(first, min(first + at_once, whole)), first * block, min(first + at_once, whole) * block)
             for first in range(0, whole, at_once)
