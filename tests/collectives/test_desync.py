@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[Calls, str]] = {
     "root": ([lambda g: g.gather(np.zeros(4), 0), lambda g: g.gather(np.zeros(4), 1)], "root 1"),
     "algorithm": (
         [lambda g: g.all_reduce(np.zeros(4), algorithm="ring"), lambda g: g.all_reduce(np.zeros(4))],
-        "recursive_doubling",
+        "shared",
     ),
     "counts": (
         [lambda g: g.all_to_all_v(np.zeros(g.size), [1] * g.size, [1] * g.size)] * 2
@@ -102,7 +102,7 @@ def test_another_order_is_shown_rank_by_rank_with_number_and_line() -> None:
             2: "called all_gather #1",
             3: "called all_reduce #1",
         } or "is in it" in error.calls.values()
-        assert "rank 2 called all_gather #1 (3 float64, bruck) at test_desync.py:" in str(error)
+        assert "rank 2 called all_gather #1 (3 float64, shared) at test_desync.py:" in str(error)
 
 
 def _absent(mesh: Mesh) -> DeadlineError | None:

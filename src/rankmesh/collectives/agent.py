@@ -318,7 +318,9 @@ class CollectiveAgent:
             self._timer.cancel()
 
     def closed(self) -> None:
-        """Nothing is left: what was under way ended with its pieces."""
+        """What was under way ended with its pieces."""
+        for context in self.contexts.values():
+            context.founding.close()
 
     # ------------------------------------------------------------------ asking
 

@@ -19,7 +19,7 @@ from rankmesh.collectives.space import Part, Space
 from rankmesh.errors import UsageError
 
 if TYPE_CHECKING:
-    from rankmesh.collectives.verbs import Running
+    from rankmesh.collectives.starting import Running
 
 
 def round_of(rank: int, sends: list[int], receives: list[int]) -> Round:

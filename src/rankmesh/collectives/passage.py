@@ -72,7 +72,7 @@ class Passage:
         _, self._digest, self._steps, self._apply = recipe
         self._at = 0
         self._sequence = sequence
-        self._serial = sequence << CHUNK_BITS
+        self._serial = sequence + 1 << CHUNK_BITS  # no serial is 0, which all words are at first
         self._source = source
         self._target = target
         self._slots = stage.slots(source.dtype)

@@ -173,8 +173,7 @@ class Engine:
     def step_up(self, leader: Waited | None) -> None:
         """Take the lock again, and the lead if nobody waits with it. The engine may have been closed meanwhile, by the
         very code that ran."""
-        if not self.lock.acquire(False):
-            self.acquire()
+        self.acquire()
         if self.leader is None or self.leader.yields:
             self.leader = leader
 
@@ -439,9 +438,8 @@ class Engine:
 
     def work_off_backlog(self) -> None:
         for _ in range(len(self.backlog)):
-            if not self.backlog:  # one of them stepped down, and another thread worked the rest off
-                return
-            self.backlog.popleft().work_off()
+            if self.backlog:  # one of them may step down, and another thread work off the rest
+                self.backlog.popleft().work_off()
 
     def run_deferred(self) -> None:
         """Users' callbacks, without the lock. One that raises is logged and spoils nothing else."""
