@@ -95,8 +95,7 @@ def test_any_graph(size: int, given_edges: dict[tuple[int, int], int]) -> None:
         sends = [to for source, to, _ in edges if source == rank]
         receives = [source for source, to, _ in edges if to == rank]
         plans.append(iter([round_of(rank, sends, receives)]))
-    blocks = [[np.zeros(1) for edge in edges if rank in edge[:2] for _ in range(2)] for rank in range(size)]
-    simulate(plans, blocks)
+    simulate(plans, [np.zeros(2 * sum(rank in edge[:2] for edge in edges)) for rank in range(size)])
     run_world(size, _graph, args=(edges,), config=CONFIG, timeout=LIMIT)
 
 

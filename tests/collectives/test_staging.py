@@ -129,8 +129,9 @@ def test_any_sequence_of_calls_in_any_order_of_steps(
     run(passages, rng)
     for name, target, wanted in expected:
         for rank in range(size):
-            if wanted[rank] is not None:
-                assert np.array_equal(target[rank], wanted[rank]), (name, rank)
+            right = wanted[rank]
+            if right is not None:
+                assert np.array_equal(target[rank], right), (name, rank)
 
 
 def test_a_barrier_waits_for_all() -> None:

@@ -52,8 +52,8 @@ _TORCH: Final = {
     "lxor": "logical_xor",
 }
 #: Elements that are computed with at a time: what stays in the cache, costs few calls, and is too little for torch to
-#: call its other threads. Those would take the cores of other ranks, and go on spinning there: on 2 cores that made an
-#: all_reduce of 512 KiB with 2 ranks 6 times slower.
+#: call its other threads. Those would take the cores of other ranks, and go on spinning there: on 2 cores an all_reduce
+#: of 512 KiB with 2 ranks took twice as long.
 BLOCK: Final = 32 * 1024 - 64
 
 

@@ -4,7 +4,8 @@ Idea. Half of the bytes, by rounding to nearest even. float16 keeps 11 bits of a
 bfloat16 8 bits of any. Sums are computed in float32 and rounded once: an all_reduce in the smaller type itself would
 round at each of its n-1 additions, for the same bytes.
 
-Cost: 2 bytes a number; an error of at most 2⁻¹¹ or 2⁻⁸ of a number in its payload, and once more in the sum.
+Cost: 2 bytes a number; an error of at most 2⁻¹¹ or 2⁻⁸ of a number in its payload, and once more in the sum. About 2 ns
+a number to encode where torch is imported, up to 4 where it is not.
 
 What is finite but too large is sent as the largest there is, the rest later (error feedback). inf and NaN are sent as
 they are, and leave nothing behind.
