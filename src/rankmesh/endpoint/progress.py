@@ -33,6 +33,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic, perf_counter, sleep
 from typing import Final
 
@@ -76,6 +77,8 @@ class Engine:
         self.contenders: deque[None] = deque()
         #: The Work whose waiter leads; None if nobody does; `background` if that thread does.
         self.leader: Waited | None = None
+        #: The thread that took the lead last.
+        self.leading_thread = 0
         self.closed = False
         self.backlog: deque[Backlogged] = deque()
         #: Whoever waits for room to write: while there is anybody, all connections are looked at, not just one.
@@ -166,7 +169,9 @@ class Engine:
     def step_down(self) -> Waited | None:
         """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
         `step_up`: it must not keep anything in its hands that others may change meanwhile."""
-        leader, self.leader = self.leader, None
+        leader = None
+        if self.leading_thread == get_ident():  # else this thread stepped down before, and the lead is another's now
+            leader, self.leader = self.leader, None
         self.lock.release()
         return leader
 
@@ -175,8 +180,8 @@ class Engine:
         very code that ran."""
         if not self.lock.acquire(False):
             self.acquire()
-        if self.leader is None or self.leader.yields:
-            self.leader = leader
+        if leader is not None and (self.leader is None or self.leader.yields):
+            self.leader, self.leading_thread = leader, get_ident()
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any
@@ -197,7 +202,7 @@ class Engine:
                     return
                 self._follow(work, deadline)
             else:
-                self.leader = work
+                self.leader, self.leading_thread = work, get_ident()
                 try:
                     if self.backlog:
                         self.work_off_backlog()
