@@ -307,6 +307,8 @@ class CollectiveAgent:
 
     def peer_lost(self, router: Router) -> None:
         """What needs it directly is failed by its router; the mesh tells of those that are lost to all."""
+        for context in list(self.contexts.values()):
+            context.founding.left(router)
 
     def member_lost(self, router: PeerRouter) -> None:
         """A rank is lost that did not leave: no collective of its groups can end."""
@@ -316,6 +318,8 @@ class CollectiveAgent:
     def closing(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        for context in self.contexts.values():
+            context.founding.leave()
 
     def closed(self) -> None:
         """What was under way ended with its pieces."""
@@ -360,7 +364,9 @@ class CollectiveAgent:
                 continue
             self.request(router, ask, lambda answer, rank=rank: context.heard(collective, rank, answer))  # type: ignore[misc]
 
-    def request(self, router: Router, message: Question, then: Callable[[Answer], None] = lambda answer: None) -> None:
+    def request(
+        self, router: Router, message: Question, then: Callable[[Answer], None] = lambda answer: None
+    ) -> Send | None:
         """Ask or tell. Who cannot be reached is lost, or is asked again."""
         assert isinstance(router, PeerRouter), "nobody asks itself"
         body = memoryview(_encode(message))
@@ -371,8 +377,9 @@ class CollectiveAgent:
             router.outbound.start(send)
         except RankmeshError as error:
             logger.debug("%s cannot be asked about a collective: %s", router.peer, error)
-        else:
-            router.requests[question.ident] = question
+            return None
+        router.requests[question.ident] = question
+        return send
 
     def compare(self, context: GroupContext, collective: Collective, differs: bool) -> None:
         """An answer came. Once somebody called something else, who answers soon is heard too."""

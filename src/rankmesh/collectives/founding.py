@@ -6,7 +6,8 @@ could use one is called, on whichever rank that is.
     Founded   to all others, once: whether this rank has mapped the segments of all
 
 There is a stage if all ranks say so. One that cannot (another container, no memory, shm switched off) says no, to all:
-so all come to the same end, and collectives called meanwhile begin then, with or without it.
+so all come to the same end, and collectives called meanwhile begin then, with or without it. Who leaves says nothing
+more, unless it has said yes; who has left without a word has said no.
 
 Methods need the engine's lock.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rankmesh.collectives.staged import StagedCollective
     from rankmesh.endpoint.hub import Hub
     from rankmesh.endpoint.router import Router
+    from rankmesh.endpoint.transfers import Send
 
 logger = logging.getLogger("rankmesh")
 
@@ -75,9 +77,11 @@ class State(Enum):
 
 
 class Founding:
-    def __init__(self, group: Members, tell: Callable[[Router, Prepare | Offer | Founded], None]) -> None:
+    def __init__(self, group: Members, tell: Callable[[Router, Prepare | Offer | Founded], Send | None]) -> None:
         self._group = group
         self._tell = tell
+        #: What is on its way to others.
+        self._sends: list[Send] = []
         self.state = State.UNTRIED
         self.stage: stage.Stage | None = None
         #: Why there is none.
@@ -110,6 +114,21 @@ class Founding:
 
     def awaited(self) -> dict[int, Router]:
         return {rank: router for rank, router in self._others() if rank not in self._said}
+
+    def left(self, router: Router) -> None:
+        """A member is gone."""
+        if self.state is State.UNDER_WAY and router in self._group.routers:
+            rank = self._group.routers.index(router)
+            if rank not in self._said:
+                self.founded(rank, f"rank {rank} has left")
+
+    def leave(self) -> None:
+        """This rank is about to: what would only keep it is not sent."""
+        if self._said.get(self._group.rank) != "":
+            for send in self._sends:
+                if not send.finished:
+                    send.abandon()
+        self._sends.clear()
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -165,7 +184,7 @@ class Founding:
             return
         self._segments[group.rank] = memory
         for _, router in self._others():
-            self._tell(router, Prepare(group.number))
+            self._send(router, Prepare(group.number))
 
     def _offer(self, rank: int) -> None:
         router = self._group.routers[rank]
@@ -176,15 +195,21 @@ class Founding:
         if polled is None or not polled.share(segment, self._fd, stage.STAGE_BYTES):
             self._say(f"no memory is shared with {router.peer}")
             return
-        self._tell(router, Offer(self._group.number, segment))
+        self._send(router, Offer(self._group.number, segment))
 
     def _say(self, reason: str) -> None:
         """Once."""
         if self._group.rank not in self._said:
             self._said[self._group.rank] = reason
             for _, router in self._others():
-                self._tell(router, Founded(self._group.number, reason[:200]))
+                self._send(router, Founded(self._group.number, reason[:200]))
             self._resolve()
+
+    def _send(self, router: Router, word: Prepare | Offer | Founded) -> None:
+        if not router.gone:
+            send = self._tell(router, word)
+            if send is not None:
+                self._sends.append(send)
 
     def _resolve(self) -> None:
         if self.state is not State.UNDER_WAY:
