@@ -87,7 +87,8 @@ Chunks = Iterator[Chunk]
 
 
 def _stretches(count: int, width: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, count, width):
+    """At least one: ranks wait for each other also where there is nothing to move."""
+    for start in range(0, max(count, 1), width):
         yield start, min(start + width, count)
 
 
