@@ -126,7 +126,8 @@ class Mesh(Group):
             added = [endpoint.add_member(member.identity(), oneself=member.rank == rank) for member in members]
             peers = [peer for peer in added if isinstance(peer, Peer)]
             numbers = group_numbers(rank, len(members))
-            self._form(hub, CollectiveAgent(endpoint, chooser), WORLD, rank, peers, numbers)
+            places = {peer.router.index: member.place for peer, member in zip(peers, members, strict=True)}
+            self._form(hub, CollectiveAgent(endpoint, chooser, places), WORLD, rank, peers, numbers)
             endpoint.number_ranks(self._routers)
             hub.on_lost = self._on_lost
             hub.on_control = self._on_control

@@ -24,7 +24,10 @@ PARTS = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all"}
 ITEM = 8
 SEGMENTS = 3
 
-CASES = [(collective, algorithm) for collective, found in ALGORITHMS.items() for algorithm in found]
+#: Those over messages; what runs in shared memory has its plans in test_staging.py, and falls back to one of these.
+CASES = [
+    (collective, name) for collective, found in ALGORITHMS.items() for name, made in found.items() if not made.staged
+]
 #: Ranks that are all alike, see symmetry.py: (blocks per rank, ranks that differ).
 TURNING = {
     ("all_reduce", "ring"): (1, 1),
@@ -420,8 +423,9 @@ def test_what_is_reduced_may_be_sent_in_the_same_round() -> None:
 
 
 def test_choice() -> None:
-    assert choose("all_reduce", 8, 16) == "recursive_doubling"
-    assert choose("all_reduce", 1 << 30, 16) == "ring"
+    assert choose("all_reduce", 8, 16) == "shared"
+    assert choose("all_reduce", 8, 16, shared=False) == choose("all_reduce", 8, 17) == "recursive_doubling"
+    assert choose("all_reduce", 1 << 30, 16, hosts=2) == "ring"
     assert choose("all_reduce", 8, 16, "direct") == "direct"
     with pytest.raises(UsageError, match="has no algorithm 'rign'"):
         choose("all_reduce", 8, 16, "rign")

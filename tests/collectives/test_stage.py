@@ -30,6 +30,7 @@ def test_ranks_of_one_host_have_one() -> None:
 
 
 def _state_with_one_against(mesh: Mesh) -> tuple[State, str, float]:
+    """Which it finds out only when it is to found one."""
     if mesh.rank == 1:
         mesh._hub.config = mesh._hub.config.override(shm=False)
     total = mesh.all_reduce(np.ones(1000, np.float32))

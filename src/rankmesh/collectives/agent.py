@@ -136,6 +136,9 @@ class GroupContext:
         names = [router.peer.host for router in routers]
         #: The host of each member, by the first member that is there: the same on all of them.
         self.hosts = tuple(names.index(name) for name in names)
+        self.hosts_count = len({*self.hosts})
+        #: Where memory can be shared with each member; empty: nowhere.
+        self.places = [agent.places[router.index] for router in routers]
         self.founding = Founding(self, agent.request)
         self.under_way: dict[int, Collective] = {}
         self._calls: dict[int, Call] = {}
@@ -277,8 +280,10 @@ def _desync_error(calls: dict[int, str]) -> DesyncError:
 class CollectiveAgent:
     """See the module's text. One per endpoint."""
 
-    def __init__(self, endpoint: Endpoint, chooser: Chooser) -> None:
+    def __init__(self, endpoint: Endpoint, chooser: Chooser, places: dict[int, str]) -> None:
+        """`places`: by index of router, where memory can be shared with that rank."""
         self.hub = endpoint.hub
+        self.places = places
         self.chooser = chooser
         self.contexts: dict[int, GroupContext] = {}
         self._timer: Timer | None = None

@@ -204,17 +204,19 @@ TABLE: Final[dict[str, tuple[Choice, ...]]] = {
 }
 
 
-def choose(collective: str, nbytes: int, size: int, algorithm: str | None = None, hosts: int = 1) -> str:
-    """The algorithm's name: `algorithm` if given and there is one of that name, otherwise the table's."""
+def choose(
+    collective: str, nbytes: int, size: int, algorithm: str | None = None, hosts: int = 1, shared: bool = True
+) -> str:
+    """The algorithm's name: `algorithm` if given and there is one of that name, otherwise the table's. `shared`: the
+    ranks may share memory."""
     if algorithm is not None:
         if algorithm not in ALGORITHMS[collective]:
             raise UsageError(
                 f"{collective} has no algorithm {algorithm!r}. Use one of {', '.join(ALGORITHMS[collective])}, or None."
             )
         return algorithm
-    return next(
-        row.algorithm for row in TABLE[collective] if nbytes <= row.nbytes and size <= row.size and hosts <= row.hosts
-    )
+    rows = (row for row in TABLE[collective] if nbytes <= row.nbytes and size <= row.size and hosts <= row.hosts)
+    return next(row.algorithm for row in rows if shared or not ALGORITHMS[collective][row.algorithm].staged)
 
 
 @lru_cache(maxsize=1024)

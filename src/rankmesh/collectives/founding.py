@@ -66,7 +66,7 @@ class Members(Protocol):
     number: int
     rank: int
     routers: Sequence[Router]
-    hosts: tuple[int, ...]
+    places: list[str]
 
 
 class State(Enum):
@@ -95,8 +95,10 @@ class Founding:
             self._without("the group has one rank")
         elif len(group.routers) > MOST_RANKS:
             self._without(f"the group has more than {MOST_RANKS} ranks")
-        elif len(set(group.hosts)) > 1:
-            self._without("the group spans several hosts")
+        elif len({*group.places}) > 1 or not group.places[0]:
+            self._without("its ranks cannot share memory")
+        #: Whether there may be one, as far as all ranks know alike.
+        self.possible = self.state is State.UNTRIED
 
     def begin(self, collective: StagedCollective) -> None:
         """Begin it now, or when it is known how."""

@@ -77,7 +77,7 @@ class Running:
         if not 0 <= root < self.size:
             raise UsageError(f"There is no rank {root} in a group of {self.size}. Correct root.")
         context = self._context
-        name = context.agent.chooser.choose(collective, nbytes, self.size, len({*context.hosts}), options.algorithm)
+        name = self._algorithm(collective, nbytes, options)
         algorithm = ALGORITHMS[collective][name]
         world = World(self.size, context.hosts, root, algorithm.segments(nbytes, self.size))
         return Chosen(
@@ -97,8 +97,13 @@ class Running:
         context = self._context
         if context.founding.stage is None:
             return False
-        name = context.agent.chooser.choose(collective, nbytes, self.size, 1, options.algorithm)
-        return ALGORITHMS[collective][name].staged
+        return ALGORITHMS[collective][self._algorithm(collective, nbytes, options)].staged
+
+    def _algorithm(self, collective: str, nbytes: int, options: Options) -> str:
+        context = self._context
+        return context.agent.chooser.choose(
+            collective, nbytes, self.size, context.hosts_count, options.algorithm, context.founding.possible
+        )
 
     def _run(
         self,

@@ -176,12 +176,14 @@ class Chooser:
         self._tuned = {
             (collective, world.ranks, world.hosts): rows for world in worlds for collective, rows in world.rows.items()
         }
-        #: (collective, bytes, ranks, hosts, what the call names) → name of the algorithm.
+        #: (collective, bytes, ranks, hosts, what the call names, whether memory may be shared) → name of the algorithm.
         self.choose = lru_cache(maxsize=_REMEMBERED)(self._choose)
 
-    def _choose(self, collective: str, nbytes: int, size: int, hosts: int, algorithm: str | None = None) -> str:
+    def _choose(
+        self, collective: str, nbytes: int, size: int, hosts: int, algorithm: str | None = None, shared: bool = True
+    ) -> str:
         algorithm = self._named.get(collective) if algorithm is None else algorithm
         rows = self._tuned.get((collective, size, hosts))
         if algorithm is None and rows is not None:
             return next(row.algorithm for row in rows if row.up_to is None or nbytes <= row.up_to)
-        return choose(collective, nbytes, size, algorithm, hosts)
+        return choose(collective, nbytes, size, algorithm, hosts, shared)
