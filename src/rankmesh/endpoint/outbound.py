@@ -12,6 +12,7 @@ A small message whose lane has credit while the peer as a whole has none is anno
 from __future__ import annotations
 
 from collections import deque
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.buffers import readable
@@ -42,6 +43,8 @@ JOIN_BYTES: Final = 16 * 1024
 #: takes them one by one, at several us each.
 GATHER_FROM: Final = 1024
 WRITE_FROM: Final = 64 * 1024
+#: A grant within so many seconds is worth polling for: to be woken for it costs a quarter of a millisecond.
+SOON: Final = 2e-3
 #: What a waiting or announced send costs in bookkeeping, for the bound on them.
 SEND_COST: Final = 512
 
@@ -70,6 +73,8 @@ class Outbound(FrameSender):
         #: Buffers of a transfer that are smaller than this are better joined before they are handed to the link.
         self.join_below = WRITE_FROM
         self._joining: memoryview | None = None
+        #: The last transfer was granted so soon that whoever sends the next polls for its grant.
+        self._answers_soon = True
 
     def attach(self, link: Link, remote: Identity, polled: PolledLink | None) -> None:
         self._open(link)
@@ -145,6 +150,9 @@ class Outbound(FrameSender):
                 timeout = self._config.timeout if timeout is None else timeout
                 send = Send(self._router, "send to", group, tag, 0, [view], nbytes, timeout)
                 self.start(send)
+                if self._ring is not None and self._answers_soon and send.state is SendState.ANNOUNCED:
+                    send.hint = self._router.inbound.direct
+                    engine.spin.skip = 0  # whatever it has unlearnt elsewhere
         finally:
             engine.lock.release()
             if engine.deferred or engine.contenders:
@@ -474,6 +482,7 @@ class Outbound(FrameSender):
         self.advance()
 
     def _answered(self, send: Send) -> None:
+        self._answers_soon = monotonic() - send.began < SOON
         if self._offers is not None:
             self._offers.answered(send)
 
