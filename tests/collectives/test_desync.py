@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[Calls, str]] = {
     "root": ([lambda g: g.gather(np.zeros(4), 0), lambda g: g.gather(np.zeros(4), 1)], "root 1"),
     "algorithm": (
         [lambda g: g.all_reduce(np.zeros(4), algorithm="ring"), lambda g: g.all_reduce(np.zeros(4))],
-        "shared",
+        "recursive_doubling",
     ),
     "counts": (
         [lambda g: g.all_to_all_v(np.zeros(g.size), [1] * g.size, [1] * g.size)] * 2

@@ -129,7 +129,7 @@ def soak(seconds: float, seed: int) -> None:
         warm, threads = _memory(), threading.active_count()
         done = _session(server, functions, seconds, f"{seed}/soak")
         assert done["disconnect"] >= THREADS, done
-        assert threading.active_count() <= threads
+        wait_until(lambda: threading.active_count() <= threads, 10)  # of those that were aborted the last ones end
         assert _memory() - warm < GROWTH, (warm, _memory(), done)
 
 

@@ -323,6 +323,9 @@ class CollectiveAgent:
     def closing(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        for _, collective in list(self._under_way()):
+            if isinstance(collective, StagedCollective):
+                collective.closing()
         for context in self.contexts.values():
             context.founding.leave()
 
@@ -343,6 +346,8 @@ class CollectiveAgent:
         if self.hub.closed:
             return
         now = monotonic()
+        for context in list(self.contexts.values()):
+            context.founding.send_again()
         for context, collective in list(self._under_way()):
             if now - collective.moved >= STALL and now - self._asked.get(collective, 0.0) >= ASK_AGAIN:
                 self._asked[collective] = now
@@ -352,7 +357,7 @@ class CollectiveAgent:
         live = {collective for _, collective in self._under_way()}
         self._asked = {collective: when for collective, when in self._asked.items() if collective in live}
         self._mismatched = {collective: when for collective, when in self._mismatched.items() if collective in live}
-        if live:
+        if live or any(context.founding.unsent for context in self.contexts.values()):
             self.watch()
 
     def _under_way(self) -> Iterator[tuple[GroupContext, Collective]]:
@@ -382,6 +387,7 @@ class CollectiveAgent:
             router.outbound.start(send)
         except RankmeshError as error:
             logger.debug("%s cannot be asked about a collective: %s", router.peer, error)
+            self.watch()
             return None
         router.requests[question.ident] = question
         return send

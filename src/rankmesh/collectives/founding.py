@@ -82,6 +82,8 @@ class Founding:
         self._tell = tell
         #: What is on its way to others.
         self._sends: list[Send] = []
+        #: What found no room, and is sent again.
+        self.unsent: list[tuple[Router, Prepare | Offer | Founded]] = []
         self.state = State.UNTRIED
         self.stage: stage.Stage | None = None
         #: Why there is none.
@@ -131,13 +133,15 @@ class Founding:
                 if not send.finished:
                     send.abandon()
         self._sends.clear()
+        self.unsent.clear()
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        if self.state is not State.STAGE:
-            self.state = State.NONE
+        if self.stage is not None:
+            self.stage.close()
+        self.stage, self.state = None, State.NONE
         self._segments.clear()
 
     # ------------------------------------------------------------------ what is said
@@ -210,8 +214,16 @@ class Founding:
     def _send(self, router: Router, word: Prepare | Offer | Founded) -> None:
         if not router.gone:
             send = self._tell(router, word)
-            if send is not None:
+            if send is None:
+                self.unsent.append((router, word))
+            else:
                 self._sends.append(send)
+
+    def send_again(self) -> None:
+        """What found no room: called now and then while collectives wait."""
+        unsent, self.unsent = self.unsent, []
+        for router, word in unsent:
+            self._send(router, word)
 
     def _resolve(self) -> None:
         if self.state is not State.UNDER_WAY:
@@ -225,7 +237,7 @@ class Founding:
 
     def _with(self) -> None:
         group = self._group
-        segments = [self._segments[rank] for rank in range(len(group.routers))]
+        segments = [self._segments.pop(rank) for rank in range(len(group.routers))]
         self.stage = stage.Stage(group.hub.engine, ~group.number, group.rank, group.routers, segments)
         self._end(State.STAGE)
 

@@ -113,6 +113,15 @@ class Stage:
         self._all_done = 0
         self.queue: deque[StagedCollective] = deque()
 
+    def close(self) -> None:
+        """Let go of the memory. Nothing is under way."""
+        self._engine.looks.pop(self._key, None)
+        self._arrays.clear()
+        self._others.clear()
+        self.words.clear()
+        self._segments.clear()
+        del self._own
+
     # ------------------------------------------------------------------ memory
 
     def slots(self, dtype: np.dtype[Any]) -> list[list[Array]]:

@@ -109,6 +109,7 @@ class StagedCollective(Collective):
             super()._succeed(leading)
             return
         value = self._conclude()
+        self._passage = None
         self._stage.leave(self)
         self.context.ended(self)
         self.finish(value)
@@ -123,7 +124,13 @@ class StagedCollective(Collective):
             self.context.founding.forget(self)
         else:
             self._passage.give_up()
+            self._passage = None
             self._stage.leave(self)
+
+    def closing(self) -> None:
+        """The endpoint closes, which ends what waits for messages; this does not."""
+        if not self._fell_back:
+            self.stop(self.context.hub.closed_error(self.op, None))
 
     def _drive(self, deadline: float) -> None:
         if not self._fell_back:

@@ -260,7 +260,11 @@ class Engine:
                 if work.yields:  # what it waits for is whatever comes
                     spin.misses = 0
                 end = 0.0
-            now = perf_counter()
+            now = perf_counter()  # the clock of the timers, too
+            if now >= self.timers.next:  # whoever receives for seconds on end shows life meanwhile
+                self.timers.run(now)
+                if work.finished:
+                    return True
             if not end:
                 end = now + self.patience
             elif now >= end:
