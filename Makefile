@@ -16,7 +16,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-312 test-313 lint pytest pytest-processes pytest-others soak fuzz bench bench-shm bench-rpc bench-memory \
+.PHONY: demo test test-312 test-313 lint pytest soak fuzz bench bench-shm bench-rpc bench-memory \
     bench-collectives format clean debian-python debian-ip debian-mooncake
 # Where the environment forbids it, each of the many processes that the tests start would compile rankmesh anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,32 +26,14 @@ BIN = $(VENV)/bin
 # Evaluated only where an environment is made; `|| exit` in the recipe stops make when no Python will do.
 PYTHON ?= $$(scripts/find-python)
 ARGS ?=
-# Tests that mostly start processes and wait for them, and so leave a core to the others, which run beside them.
-PROCESSES = $(addprefix tests/,launch cli failure collectives membership security defects) \
-    $(addprefix tests/test_,readme.py examples.py run_world.py)
-SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going
 
 demo: $(VENV)/installed
 	$(BIN)/rankmesh demo
 
-ifeq ($(strip $(ARGS)),)
-test: debian-ip $(VENV)/installed-dev
-	$(SIDE_BY_SIDE) pytest-processes lint pytest-others
-
-pytest: debian-ip $(VENV)/installed-dev
-	$(SIDE_BY_SIDE) pytest-processes pytest-others
-else
 test: lint pytest
 
 pytest: debian-ip $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
-endif
-
-pytest-processes:
-	$(BIN)/python -m pytest $(PROCESSES)
-
-pytest-others:
-	$(BIN)/python -m pytest $(PROCESSES:%=--ignore=%)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
