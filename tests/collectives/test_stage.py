@@ -135,6 +135,19 @@ def test_an_error_of_a_reduction_is_the_callers() -> None:
     run_world(2, _raises, processes=True, config=CONFIG, timeout=LIMIT)
 
 
+def _odd_elements(mesh: Mesh) -> None:
+    """Elements of no size, and of more than a slot is made for, go over messages."""
+    for dtype in ("V0", "V5000", "V8", "S3", "M8[s]", "?"):
+        for _ in range(2):
+            got = mesh.all_gather(np.zeros(3, dtype))
+            assert (got.shape, got.dtype) == ((2, 3), np.dtype(dtype))
+    assert mesh._context.founding.state is State.STAGE
+
+
+def test_elements_of_odd_sizes() -> None:
+    run_world(2, _odd_elements, processes=True, config=CONFIG, timeout=LIMIT)
+
+
 def _mixed(mesh: Mesh, seed: int) -> None:
     """Calls of all kinds and sizes in a row, blocking and not, while another thread's messages go on."""
     rng = np.random.default_rng(seed)

@@ -92,10 +92,9 @@ class Running:
                 return recipe
         return None
 
-    def _is_staged(self, collective: str, nbytes: int, options: Options) -> bool:
+    def _is_staged(self, collective: str, nbytes: int, options: Options, itemsize: int = 1) -> bool:
         """Whether it runs on the group's stage, and that is there."""
-        context = self._context
-        if context.founding.stage is None:
+        if self._founding.stage is None or not 0 < itemsize <= MOST_ITEM_BYTES:
             return False
         return ALGORITHMS[collective][self._algorithm(collective, nbytes, options)].staged
 
@@ -134,7 +133,7 @@ class Running:
     def _may_be_staged(self, job: Job, reduction: Reducer | None) -> bool:
         """There is a stage, or there may be one; and no user's code runs on it."""
         users = reduction is not None and reduction.is_users
-        return self._founding.state is not State.NONE and not users and job.source.itemsize <= MOST_ITEM_BYTES
+        return self._founding.state is not State.NONE and not users and 0 < job.source.itemsize <= MOST_ITEM_BYTES
 
     @property
     def _founding(self) -> Founding:

@@ -90,7 +90,7 @@ class Collectives(Running):
         given = operand(array)
         flat = flat_input(given.array) if self.rank == root else flat_output(given.array, "array")
         job = Job("broadcast", flat, flat, flat.size)
-        if self._is_staged("broadcast", flat.nbytes, options) and 0 <= root < self.size:
+        if self._is_staged("broadcast", flat.nbytes, options, flat.itemsize) and 0 <= root < self.size:
             key = ("broadcast", flat.dtype, flat.size, root) if type(given.kind) is Kind else None
             return self._run_staged(job, lambda: given.value, options, given.what, root=root, key=key)
         chosen = self._choose("broadcast", flat.nbytes, options, root)
@@ -169,7 +169,7 @@ class Collectives(Running):
 
         what = f"{flat.size} {kind.name}"
         job = None if reduction.is_users else Job("all_reduce", flat, flat, flat.size)
-        if job is not None and self._is_staged("all_reduce", flat.nbytes, options):
+        if job is not None and self._is_staged("all_reduce", flat.nbytes, options, flat.itemsize):
             key = ("all_reduce", flat.dtype, flat.size, op) if type(kind) is Kind and op != "avg" else None
             return self._run_staged(job, finish, options, what, reduction, key=key)
         chosen = self._choose("all_reduce", flat.nbytes, options)
@@ -198,7 +198,7 @@ class Collectives(Running):
         flat = flat_output(target.array)
         target.array[self.rank] = own
         job = Job("all_gather", flat_input(own), flat, own.size)
-        if self._is_staged("all_gather", own.nbytes, options):
+        if self._is_staged("all_gather", own.nbytes, options, own.itemsize):
             key = _like("all_gather", array, out)
             return self._run_staged(job, lambda: target.value, options, given.what, key=key)
         chosen = self._choose("all_gather", own.nbytes, options)
@@ -324,7 +324,8 @@ class Collectives(Running):
             reduction.finish(own)
             return target.value
 
-        if even_parts and not reduction.is_users and self._is_staged("reduce_scatter", given.array.nbytes, options):
+        staged = self._is_staged("reduce_scatter", given.array.nbytes, options, own.itemsize)
+        if staged and even_parts and not reduction.is_users:
             source = flat_input(given.array)
             if np.may_share_memory(source, own):
                 source = source.copy()
@@ -339,8 +340,8 @@ class Collectives(Running):
             np.copyto(own, work[first : first + len(own)])
             return finish()
 
-        staged = Job("reduce_scatter", work, own, own.size, finish) if even_parts else None
-        return self._run(chosen, Space(Part(work, counts)), take, options, what, reduction, name=name, job=staged)
+        later = Job("reduce_scatter", work, own, own.size, finish) if even_parts else None
+        return self._run(chosen, Space(Part(work, counts)), take, options, what, reduction, name=name, job=later)
 
     def all_to_all(
         self,
@@ -369,7 +370,7 @@ class Collectives(Running):
         here = slice(each * self.rank, each * (self.rank + 1))
         came[here] = flat[here]
         job = Job("all_to_all", flat, came, each)
-        if self._is_staged("all_to_all", each * flat.itemsize, options):
+        if self._is_staged("all_to_all", each * flat.itemsize, options, flat.itemsize):
             key = _like("all_to_all", array, out)
             return self._run_staged(job, lambda: target.value, options, given.what, key=key)
         chosen = self._choose("all_to_all", each * flat.itemsize, options)
