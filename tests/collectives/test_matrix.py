@@ -204,6 +204,7 @@ def perform(group: Group, calls: list[Drawn]) -> None:
             assert np.array_equal(got, wanted), about
         if given.drawn.collective not in WRITES and not given.drawn.in_place:
             assert np.array_equal(given.mine, given.kept), about
+    group.barrier()  # nobody leaves before all have what they wait for
 
 
 _SHAPES = st.one_of(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from([(1,), (300,), LARGE]))
