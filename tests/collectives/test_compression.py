@@ -72,7 +72,7 @@ def _long_run(mesh: Mesh, counts: list[int], steps: int) -> list[bytes]:
     return made
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.soak) for size in (5, 8))])
 def test_nothing_is_lost_for_ever(size: int) -> None:
     """What came out and what is still kept add up to what went in; the same bits on all ranks."""
     made = run_world(size, _long_run, args=([0, 1, 5, 300, 1000], 4), config=CONFIG, timeout=LIMIT)
