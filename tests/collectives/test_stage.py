@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankmesh import CancelledError, Config, DeadlineError, Group, Mesh, RankmeshError
+from rankmesh import CancelledError, Config, DeadlineError, Group, Mesh, PeerLost, RankmeshError
 from rankmesh.collectives.founding import State
 from rankmesh.testing import run_world
-from timing import scaled
+from timing import scaled, wait_until
 
 CONFIG = Config(timeout=scaled(20))
 LIMIT = scaled(40)
@@ -133,6 +133,30 @@ def _raises(mesh: Mesh) -> None:
 
 def test_an_error_of_a_reduction_is_the_callers() -> None:
     run_world(2, _raises, processes=True, config=CONFIG, timeout=LIMIT)
+
+
+def _left_alone(mesh: Mesh, when: str) -> float:
+    """Rank 1 leaves without having called what rank 0 calls, before that or during it."""
+    mesh.barrier()
+    if mesh.rank == 1:
+        if when == "during":
+            mesh.recv(bytearray(), source=0)
+        return 0.0
+    if when == "before":
+        wait_until(lambda: mesh._routers[1].gone, 10)
+    work = mesh.all_reduce(np.ones(500_000), async_op=True)
+    if when == "during":
+        mesh.send(b"", to=1)
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 1"):
+        work.result()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_who_waits_for_a_rank_that_left_is_told_at_once(when: str) -> None:
+    took, _ = run_world(2, _left_alone, processes=True, config=CONFIG, timeout=LIMIT, args=(when,))
+    assert took < scaled(5)
 
 
 def _odd_elements(mesh: Mesh) -> None:

@@ -314,6 +314,8 @@ class CollectiveAgent:
         """What needs it directly is failed by its router; the mesh tells of those that are lost to all."""
         for context in list(self.contexts.values()):
             context.founding.left(router)
+            if context.founding.stage is not None:
+                context.founding.stage.partner_gone()
 
     def member_lost(self, router: PeerRouter) -> None:
         """A rank is lost that did not leave: no collective of its groups can end."""

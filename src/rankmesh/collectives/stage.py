@@ -193,8 +193,14 @@ class Stage:
         if self.queue:
             self._go_on()
 
+    def partner_gone(self) -> None:
+        """A member has left, or is lost: who waits for its word waits in vain."""
+        if self.queue:
+            self.queue[0].forsaken()
+
     def _go_on(self) -> None:
-        if not self.queue[0].step():
+        first = self.queue[0]
+        if not first.step() and not first.forsaken():
             self._engine.looks.setdefault(self._key, Look(self.ready, self.arm, self.serve))
 
     def run(self, passage: Passage) -> bool:

@@ -95,6 +95,13 @@ class StagedCollective(Collective):
             self.stop(error)
         return True
 
+    def forsaken(self) -> bool:
+        """Ends it if somebody whose word it waits for is gone (True). What a rank said before it left stays said."""
+        gone = next((router for router in self.awaited().values() if router.gone), None)
+        if gone is not None:
+            self.stop(gone.lost_error(self.op, None))
+        return gone is not None
+
     # ------------------------------------------------------------------ what others see, and the end
 
     def awaited(self) -> dict[int, Router]:

@@ -58,6 +58,11 @@ class Chosen(NamedTuple):
         return any(this.receives for this in self.rounds)
 
 
+def key_of(collective: str, array: Array, out: Array, op: Op = "") -> tuple[Any, ...]:
+    """Of calls that are alike."""
+    return collective, array.dtype, array.shape, out.dtype, out.shape, op
+
+
 _MOST_RECIPES: Final = 1024
 #: Up to so many bytes every rank of an all_reduce on the stage reduces everything itself: one wait instead of two.
 _WHOLE: Final = {2: 256 * KIB}
@@ -87,7 +92,7 @@ class Running:
     def _known(self, collective: str, array: Any, out: Any, op: Op = "") -> Recipe | None:
         """The recipe of a call like an earlier one, which was checked."""
         if type(array) is np.ndarray and type(out) is np.ndarray:
-            recipe = self._recipes.get((collective, array.dtype, array.shape, out.dtype, out.shape, op))
+            recipe = self._recipes.get(key_of(collective, array, out, op))
             if recipe is not None and array.flags.c_contiguous and out.flags.carray:
                 return recipe
         return None

@@ -27,7 +27,7 @@ from rankmesh.collectives.fusing import is_list
 from rankmesh.collectives.kinds import Kind
 from rankmesh.collectives.reducing import Op, Reduction
 from rankmesh.collectives.space import Part, Space, even
-from rankmesh.collectives.starting import Chosen, Job, Options, Running
+from rankmesh.collectives.starting import Chosen, Job, Options, Running, key_of
 from rankmesh.errors import UsageError
 
 _NOTHING: Final = np.empty(0, np.uint8)
@@ -37,7 +37,7 @@ _BARRIER: Final = ("barrier",)
 def _like(collective: str, array: Any, out: Any, op: Op = "") -> tuple[Any, ...] | None:
     """The key of calls like this one; None: it is of a kind that is looked at anew each time."""
     if type(array) is np.ndarray and type(out) is np.ndarray:
-        return collective, array.dtype, array.shape, out.dtype, out.shape, op
+        return key_of(collective, array, out, op)
     return None
 
 
