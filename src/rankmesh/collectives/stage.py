@@ -20,9 +20,6 @@ Rules:
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -35,7 +32,7 @@ import numpy as np
 from rankmesh.config import MIB
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.waiting import Look, Waited
-from rankmesh.transport.segment import seal
+from rankmesh.transport.segment import anonymous
 
 if TYPE_CHECKING:
     from rankmesh.collectives.passage import Passage
@@ -65,8 +62,6 @@ _YIELDS: Final = range(16)
 _PATIENCE: Final = 10
 #: Seconds in sched_yield that say that others wanted the core.
 _CROWDED: Final = 5e-6
-#: linux/fcntl.h; Python names it from 3.14 on.
-_F_SEAL_FUTURE_WRITE: Final = 0x0010
 
 
 class Stepping(Protocol):
@@ -76,16 +71,8 @@ class Stepping(Protocol):
 def create() -> tuple[memoryview, int]:
     """This rank's segment and its descriptor, which is the caller's to pass on and close. Raises OSError where there
     is no such memory."""
-    fd = os.memfd_create("rankmesh-stage", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, STAGE_BYTES)
-        memory = memoryview(mmap.mmap(fd, STAGE_BYTES))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
-        seal(fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    return memory, fd
+    memory, fd = anonymous("rankmesh-stage", STAGE_BYTES, others_write=False)
+    return memoryview(memory), fd
 
 
 class Stage:

@@ -25,8 +25,6 @@ What is in page 0 is written by peers, and nothing but waiting depends on it.
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import threading
 import weakref
@@ -38,7 +36,7 @@ import numpy as np
 
 from rankmesh.buffers import EMPTY
 from rankmesh.errors import AccessDenied, DeadlineError, StaleRegion
-from rankmesh.transport.segment import seal
+from rankmesh.transport.segment import anonymous
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.router import Router
@@ -55,8 +53,6 @@ PIECE_BYTES: Final = 4 * 1024 * 1024
 _SMALL: Final = 64 * 1024
 #: Of what is closed: no permit, and words that nobody looks at.
 _NO_WORDS: Final = memoryview(bytearray(PAGE)).cast("Q")
-#: linux/fcntl.h; Python names it from 3.14 on.
-_F_SEAL_FUTURE_WRITE: Final = 0x0010
 #: Segments of regions are numbered apart from those of arenas, which count from 1.
 SEGMENT: Final = 1 << 63
 
@@ -69,18 +65,9 @@ class SharedMemory:
         self.nbytes = PAGE + -(-nbytes // PAGE) * PAGE
         self.segment = generation | SEGMENT
         self.writable = writable
-        fd = os.memfd_create("rankmesh-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, self.nbytes)
-            view = memoryview(mmap.mmap(fd, self.nbytes))
-            if not writable:
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
-            seal(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        self.fd = fd
-        self._free_descriptor = weakref.finalize(self, os.close, fd)
+        memory, self.fd = anonymous("rankmesh-region", self.nbytes, others_write=writable)
+        view = memoryview(memory)
+        self._free_descriptor = weakref.finalize(self, os.close, self.fd)
         self._words = view[:PAGE].cast("Q")
         self._generation = generation
         self.data = view[PAGE : PAGE + nbytes]

@@ -11,7 +11,6 @@ up there; the next allocation takes them in.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import threading
 import weakref
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from rankmesh.config import MIB
-from rankmesh.transport.segment import seal
+from rankmesh.transport.segment import anonymous
 
 PAGE: Final = 4096
 SEGMENT_BYTES: Final = 64 * MIB
@@ -42,18 +41,10 @@ class _Segment:
     def __init__(self, ident: int, nbytes: int) -> None:
         self.ident = ident
         self.nbytes = nbytes
-        fd = os.memfd_create("rankmesh-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, nbytes)
-            seal(fd)
-            self.memory = mmap.mmap(fd, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
-        self.fd = fd
+        self.memory, self.fd = anonymous("rankmesh-arena", nbytes)
         self.address = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
         self.free: list[tuple[int, int]] = [(0, nbytes)]
-        weakref.finalize(self, os.close, fd)
+        weakref.finalize(self, os.close, self.fd)
 
     def take(self, nbytes: int) -> int:
         """The offset of a free block, or -1."""
