@@ -36,6 +36,7 @@ from rankmesh.endpoint.sharing import PIECE_BYTES
 from rankmesh.endpoint.transfers import Landing
 from rankmesh.errors import TransferAborted
 from rankmesh.testing.world import run_world
+from rankmesh.transport.arena import SEGMENT_BYTES
 from rankmesh.transport.base import PolledLink
 from rankmesh.transport.segment import CELLS
 from rankmesh.wire.header import Flag, Kind, pack
@@ -692,7 +693,7 @@ def forge(pair: Pair, flags: int, body: bytes, nbytes: int = LARGE, ident: int =
 
 S, TOP = int(Flag.SHARED), (1 << 64) - 1
 FORGED: dict[str, tuple[int, bytes, str]] = {
-    "beyond the end": (S, REFERENCE.pack(1, 64 * MIB - LARGE + 1, 0, 0), "a reference to"),
+    "beyond the end": (S, REFERENCE.pack(1, SEGMENT_BYTES - LARGE + 1, 0, 0), "a reference to"),
     "far beyond the end": (S, REFERENCE.pack(1, TOP, 0, 0), "a reference to"),
     "no such cell": (S, REFERENCE.pack(1, 0, CELLS, 0), "a reference to"),
     "a huge cell": (S, REFERENCE.pack(1, 0, TOP, 0), "a reference to"),

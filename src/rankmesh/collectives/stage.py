@@ -3,7 +3,7 @@
 Each rank has a segment that it writes and the others only read (it is sealed against their writing):
 
     page 0    words, each kind on a cache line of its own: SLEEP; DONE; and for each slot STAGED and COMBINED
-    page 1 …  SLOTS slots of SLOT_BYTES
+    page 1 …  SLOTS slots of SLOT_BYTES, from the middle of the page on
 
 Rules:
 1. A serial number names a chunk of a call: the group's sequence number and the chunk's. It goes into the slot of that
@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from rankmesh.config import MIB
+from rankmesh.buffers import MID_PAGE
+from rankmesh.config import KIB
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.waiting import Look, Waited
 from rankmesh.transport.segment import anonymous
@@ -44,9 +45,11 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 SLOTS: Final = 4
-SLOT_BYTES: Final = MIB
+#: Measured for 64 KiB to 64 MiB: slots of 128 and 256 KiB, and of 1 MiB, are slower.
+SLOT_BYTES: Final = 512 * KIB
 _PAGE: Final = 4096
-STAGE_BYTES: Final = _PAGE + SLOTS * SLOT_BYTES
+_SLOTS_AT: Final = _PAGE + MID_PAGE
+STAGE_BYTES: Final = _SLOTS_AT + SLOTS * SLOT_BYTES
 #: Elements are not larger, so that a slot holds many.
 MOST_ITEM_BYTES: Final = 4096
 #: Words: where each kind is. The second word of STAGED and COMBINED is the digest.
@@ -117,7 +120,7 @@ class Stage:
         if arrays is None:
             room = SLOT_BYTES // dtype.itemsize
             arrays = self._arrays[dtype] = [
-                [np.frombuffer(segment, dtype, room, _PAGE + slot * SLOT_BYTES) for slot in range(SLOTS)]
+                [np.frombuffer(segment, dtype, room, _SLOTS_AT + slot * SLOT_BYTES) for slot in range(SLOTS)]
                 for segment in self._segments
             ]
         return arrays

@@ -1,8 +1,9 @@
 """Arrays in memory that other processes can map: the owner's side.
 
-An arena is a few sealed anonymous segments, cut into blocks on page boundaries, first fit. A block returns when the
-last array over it is gone; a segment without blocks is given back to the system, except one, which is kept for the
-next. What is sent from here can be copied by the receiver straight from where it lies (endpoint/sharing.py).
+An arena is a few sealed anonymous segments, cut into blocks of whole pages, first fit; an array begins in the middle of
+its first page (see MID_PAGE). A block returns when the last array over it is gone; a segment without blocks is given
+back to the system, except one, which is kept for the next. What is sent from here can be copied by the receiver
+straight from where it lies (endpoint/sharing.py).
 
 May be used from many threads. Blocks are returned by the collector, at any time and on any thread, so they only queue
 up there; the next allocation takes them in.
@@ -21,11 +22,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
+from rankmesh.buffers import MID_PAGE
 from rankmesh.config import MIB
 from rankmesh.transport.segment import anonymous
 
 PAGE: Final = 4096
-SEGMENT_BYTES: Final = 64 * MIB
+SEGMENT_BYTES: Final = 64 * MIB + PAGE
 
 
 class Spot(NamedTuple):
@@ -87,11 +89,11 @@ class Arena:
         kind = np.dtype(dtype)
         count = math.prod(shape) if isinstance(shape, tuple) else shape
         nbytes = count * kind.itemsize
-        block = -(-nbytes // PAGE) * PAGE
+        block = -(-(MID_PAGE + nbytes) // PAGE) * PAGE
         with self._lock:
             self._take_in()
             segment, start = self._find(block)
-        owner = np.frombuffer(segment.memory, np.uint8, nbytes, start)
+        owner = np.frombuffer(segment.memory, np.uint8, nbytes, start + MID_PAGE)
         # Every view of the array refers to `owner`: numpy follows bases down to it, and no further.
         weakref.finalize(owner, self._returned.append, (segment.ident, start, block)).atexit = False
         return owner.view(kind).reshape(shape)

@@ -20,7 +20,7 @@ from typing import Final
 from rankmesh.transport.ring import DIRECTION_BYTES
 
 #: Names the layout, ring.py's included: both sides must mean the same.
-MAGIC: Final = b"rmshm\x00\x00\x01"
+MAGIC: Final = b"rmshm\x00\x00\x02"
 PROOF_BYTES: Final = 16
 _PAGE: Final = 4096
 _PROOFS: Final = (64, 128)
