@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import secrets
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -11,7 +12,10 @@ import pytest
 from hypothesis import settings
 
 from leaks import mark_this_run, no_leaks
+from nursery import nursery
 from timing import scaled
+
+__all__ = ["nursery"]
 
 #: Seconds (scaled) after which a test hangs. Another limit for one test: @pytest.mark.timeout(scaled(120)).
 HANG = 60.0
@@ -20,6 +24,11 @@ HANG = 60.0
 # in the report's header the whole run.
 settings.register_profile("rankmesh", deadline=None, print_blob=True, derandomize=False)
 settings.load_profile("rankmesh")
+
+
+# For the hundreds of processes that the tests start: when numpy is imported, its OpenBLAS makes a thread per core, which
+# costs more CPU time than all the rest of that import. Nothing here multiplies matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its options

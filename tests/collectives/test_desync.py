@@ -12,10 +12,9 @@ import pytest
 
 from rankmesh import Config, DeadlineError, DesyncError, Group, Mesh, PeerLost
 from rankmesh.testing import run_world
-from ranks import Ranks, Talk, attempt, nursery
+from ranks import Ranks, Talk, attempt, run_ranks
 from timing import scaled
 
-__all__ = ["nursery"]
 pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(30))
@@ -95,7 +94,7 @@ def _other_order(mesh: Mesh) -> DesyncError:
 
 
 def test_another_order_is_shown_rank_by_rank_with_number_and_line() -> None:
-    for error in run_world(4, _other_order, processes=True, config=CONFIG, timeout=LIMIT):
+    for error in run_ranks(4, _other_order, CONFIG):
         assert {rank: call.split(" (")[0] for rank, call in error.calls.items()} == {
             0: "called all_reduce #1",
             1: "called all_reduce #1",

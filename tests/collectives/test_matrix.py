@@ -17,10 +17,9 @@ from rankmesh import Config, Group, Mesh, Work
 from rankmesh.collectives.choosing import ALGORITHMS
 from rankmesh.collectives.reducing import OPERATIONS
 from rankmesh.testing import run_world
-from ranks import Ranks, Talk, nursery
+from ranks import Ranks, Talk
 from timing import scaled
 
-__all__ = ["nursery"]
 pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(30))

@@ -20,7 +20,7 @@ from rankmesh.testing.world import run_world
 from rankmesh.wire.messages import IdleAsk
 from timing import wait_until
 
-IDLE: dict[str, Any] = {"idle_timeout": 0.1, "heartbeat_interval": 0.1, "heartbeat_timeout": 2.0}
+IDLE: dict[str, Any] = {"idle_timeout": 0.05, "heartbeat_interval": 0.05, "heartbeat_timeout": 2.0}
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_connection_closes_and_comes_back_from_either_side(idle_pair: Pair) -> N
 def test_first_use_after_an_idle_spell_may_come_from_both_sides_at_once(idle_pair: Pair) -> None:
     """FEATURES: Mooncake refuses the first transfer after an idle spell."""
     pair = idle_pair
-    for number in range(5):
+    for number in range(3):
         wait_closed(pair)
         start = threading.Barrier(2)
         outs = [bytearray(1), bytearray(1)]
