@@ -26,8 +26,8 @@ settings.register_profile("rankmesh", deadline=None, print_blob=True, derandomiz
 settings.load_profile("rankmesh")
 
 
-# For the hundreds of processes that the tests start: when numpy is imported, its OpenBLAS makes a thread per core, which
-# costs more CPU time than all the rest of that import. Nothing here multiplies matrices.
+# For the hundreds of processes that the tests start: when numpy is imported, its OpenBLAS makes a thread per core, and
+# that costs more CPU time than all the rest of the import. Nothing here multiplies matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
