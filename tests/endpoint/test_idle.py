@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,18 @@ def test_peer_that_died_meanwhile_is_noticed_by_the_next_use(medium: Medium) -> 
                 call()
             assert "right" in caught.value.peer
             assert "cannot be reached" in caught.value.reason
+
+
+def test_a_request_to_a_peer_that_died_meanwhile_ends_at_once(medium: Medium) -> None:
+    """Its connection may be refused before the request is known: it waited for its deadline."""
+    with open_pair(medium, **IDLE) as pair:
+        wait_closed(pair)
+        pair.right.close()
+        began = monotonic()
+        with pytest.raises(PeerLost, match="cannot be reached"):
+            pair.left.request(pair.there, 99, b"x", "question to", SOON)
+        assert monotonic() - began < SOON / 2
+        assert router_of(pair.there).requests == {}
 
 
 def test_traffic_keeps_the_connection_and_its_credit(tcp: Medium) -> None:
