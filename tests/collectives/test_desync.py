@@ -153,7 +153,7 @@ def _late(mesh: Mesh, left: Event, asked: Event) -> list[int]:
         left.set()
     else:
         mesh.group([0, 2, 3]).barrier()  # type: ignore[union-attr]  # nobody leaves before all have what they wait for
-    return array.tolist()  # type: ignore[no-any-return]
+    return array.tolist()
 
 
 @pytest.mark.parametrize("transport", ["inproc://", "tcp://"])
