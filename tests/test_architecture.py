@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from pure import IMPURE as IMPURE_IN_TESTS
+from pure import PURE as PURE_TESTS
 from timing import scaled
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -213,6 +215,28 @@ def test_imports_from_below_are_allowed(name: str, text: str) -> None:
 def test_impurity_is_found(imported: str) -> None:
     found = impurities(*made_up("rankmesh.endpoint.matching", f"def f():\n    import {imported}"))
     assert any(f"matching is pure and must not import {imported}" in impurity for impurity in found), found
+
+
+def world_of(path: Path) -> set[str]:
+    """What a pure module of tests imports that it must not."""
+    text = path.read_text()
+    module = Module(path.stem, path, text, ast.parse(text, str(path)))
+    return {
+        name for _, name in imports_of(module, IMPURE_IN_TESTS) for unit in IMPURE_IN_TESTS if is_within(name, unit)
+    }
+
+
+@pytest.mark.parametrize("path", sorted(PURE_TESTS), ids=lambda path: path.stem)
+def test_pure_tests_do_not_reach_the_world(path: Path) -> None:
+    assert world_of(path) == set()
+
+
+def test_a_test_that_reaches_the_world_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text(
+        "import os\nfrom time import sleep\nfrom rankmesh.testing import run_world\nfrom peers import SOON\n"
+    )
+    assert world_of(path) == {"time", "rankmesh.testing", "peers"}
 
 
 def lengths_of(module: Module) -> Iterator[tuple[str, int]]:

@@ -95,7 +95,8 @@ def _parts(group: Group, shape: tuple[int, ...]) -> None:
 
 def _everything(group: Group) -> None:
     group.barrier()
-    for shape in [(), (0,), (3,), (5, 7)] if group.size < 16 else [(7,)]:
+    shapes: list[tuple[int, ...]] = [(), (0,), (3,), (5, 7)] if group.size <= 4 else [(0,), (5, 7)]
+    for shape in shapes if group.size < 16 else [(7,)]:
         _all_and_rooted(group, shape)
         _parts(group, shape)
 

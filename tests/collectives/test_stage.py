@@ -180,8 +180,8 @@ def _mixed(mesh: Mesh, seed: int) -> None:
     rng = np.random.default_rng(seed)
     size, rank = mesh.size, mesh.rank
     pending: list[tuple[Any, Any]] = []
-    for turn in range(120):
-        part = int(rng.choice([0, 1, 5, 1000, 40_000, 300_000]))
+    for turn in range(80):
+        part = int(rng.choice([0, 1, 5, 1000, 40_000, 150_000]))
         data = rng.integers(0, 100, (size, size, part)).astype(np.int64)
         waits = bool(rng.integers(2))
         which = int(rng.integers(5))
