@@ -16,7 +16,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-312 test-313 lint pytest soak fuzz bench bench-shm bench-rpc bench-memory \
+.PHONY: demo test test-312 test-313 lint pytest pytest-pure soak fuzz bench bench-shm bench-rpc bench-memory \
     bench-collectives format clean debian-python debian-ip debian-mooncake
 # Where the environment forbids it, each of the many processes that the tests start would compile rankmesh anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,10 +30,21 @@ ARGS ?=
 demo: $(VENV)/installed
 	$(BIN)/rankmesh demo
 
+# What only computes is tested while ruff and mypy run, all other tests alone (tests/pure.py). With ARGS, one after the
+# other: which tests they select is not known here.
+ifeq ($(strip $(ARGS)),)
+test: debian-ip $(VENV)/installed-dev
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint pytest-pure
+	$(BIN)/python -m pytest --share rest
+else
 test: lint pytest
+endif
 
 pytest: debian-ip $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+pytest-pure: $(VENV)/installed-dev
+	$(BIN)/python -m pytest --share pure
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
 import secrets
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from leaks import mark_this_run, no_leaks
+from nursery import nursery
+from pure import in_share
 from timing import scaled
+
+__all__ = ["nursery"]
 
 #: Seconds (scaled) after which a test hangs. Another limit for one test: @pytest.mark.timeout(scaled(120)).
 HANG = 60.0
@@ -20,6 +26,22 @@ HANG = 60.0
 # in the report's header the whole run.
 settings.register_profile("rankmesh", deadline=None, print_blob=True, derandomize=False)
 settings.load_profile("rankmesh")
+
+
+# For the hundreds of processes that the tests start: when numpy is imported, its OpenBLAS makes a thread per core, and
+# that costs more CPU time than all the rest of the import. Nothing here multiplies matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", choices=["pure", "rest"], help="only part of the tests: see tests/pure.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    share: str | None = config.getoption("--share")
+    if share is None or not collection_path.name.startswith("test_") or in_share(collection_path, share):
+        return None
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its options

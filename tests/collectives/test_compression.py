@@ -18,7 +18,10 @@ from rankmesh import Config, DesyncError, Mesh, UsageError
 from rankmesh.collectives.compression import Cast, Compressor, Int8, RandomK, TopK
 from rankmesh.collectives.compression.halves import narrow, widen
 from rankmesh.testing import run_world
+from ranks import run_ranks
 from timing import scaled
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(30))
 LIMIT = scaled(50)
@@ -80,7 +83,7 @@ def test_nothing_is_lost_for_ever(size: int) -> None:
 
 
 def test_nothing_is_lost_for_ever_in_processes() -> None:
-    made = run_world(3, _long_run, args=([3, 70_000], 3), processes=True, config=CONFIG, timeout=LIMIT)
+    made = run_ranks(3, _long_run, CONFIG, ([3, 70_000], 3))
     assert made == [made[0]] * 3
 
 

@@ -15,7 +15,10 @@ from peers import Call
 from rankmesh import CancelledError, ClosedError, Config, Mesh, PeerError, UsageError, Work
 from rankmesh.collectives.choosing import ALGORITHMS
 from rankmesh.testing import run_world
+from ranks import run_ranks
 from timing import scaled
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(30))
 LIMIT = scaled(50)
@@ -77,18 +80,16 @@ def _in_threads(mesh: Mesh, seed: int) -> None:
     mesh.barrier()
 
 
-WORLDS = {"inproc": ("inproc://", False, {}), "shm": ("tcp://", True, {}), "tcp": ("tcp://", True, {"shm": False})}
-
-
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(scaled(300))])])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", ["inproc", "shm", "tcp"])
 def test_200_at_once_on_three_overlapping_groups_from_four_threads(world: str, times: int) -> None:
-    transport, processes, settings = WORLDS[world]
     for _ in range(times):
         seed = random.randrange(2**16)
         print(f"seed {seed}")
-        config = CONFIG.override(**settings)
-        run_world(4, _in_threads, transport, processes, args=(seed,), config=config, timeout=LIMIT)
+        if world == "inproc":
+            run_world(4, _in_threads, args=(seed,), config=CONFIG, timeout=LIMIT)
+        else:
+            run_ranks(4, _in_threads, CONFIG.override(shm=world == "shm"), (seed,))
 
 
 def _background(mesh: Mesh) -> None:

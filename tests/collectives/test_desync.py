@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from signal import SIGKILL, SIGSTOP
+from threading import Event
 from time import monotonic
 from typing import Any
 
@@ -12,16 +13,17 @@ import pytest
 
 from rankmesh import Config, DeadlineError, DesyncError, Group, Mesh, PeerLost
 from rankmesh.testing import run_world
-from ranks import Ranks, Talk, attempt, nursery
-from timing import scaled
+from ranks import Ranks, Talk, attempt, run_ranks
+from timing import scaled, wait_until
 
-__all__ = ["nursery"]
 pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(30))
 LIMIT = scaled(50)
 #: Ranks that disagree learn of it within this.
 SOON = 1.0
+#: What other ranks do comes within this.
+SOON_ENOUGH = scaled(20)
 
 Calls = list[Callable[[Group], Any]]
 
@@ -95,7 +97,7 @@ def _other_order(mesh: Mesh) -> DesyncError:
 
 
 def test_another_order_is_shown_rank_by_rank_with_number_and_line() -> None:
-    for error in run_world(4, _other_order, processes=True, config=CONFIG, timeout=LIMIT):
+    for error in run_ranks(4, _other_order, CONFIG):
         assert {rank: call.split(" (")[0] for rank, call in error.calls.items()} == {
             0: "called all_reduce #1",
             1: "called all_reduce #1",
@@ -126,6 +128,67 @@ def test_who_is_absent_is_named_with_what_it_did_last() -> None:
         assert error.op == "all_reduce with"
         assert "rank 2" in error.known
         assert "has not called it: last in all_reduce #0" in error.known
+
+
+def _late(mesh: Mesh, left: Event, asked: Event) -> list[int]:
+    """A tree in which rank 3 waits for rank 2, and rank 1 for nobody but rank 0. Ranks 1 and 3 have never met."""
+    array = np.full(3, mesh.rank)
+    if mesh.rank == 2:
+        assert asked.wait(SOON_ENOUGH)
+    elif mesh.rank == 3:
+        assert left.wait(SOON_ENOUGH)
+    work = mesh.broadcast(array, root=0, algorithm="binomial", async_op=True)
+    if mesh.rank == 3:
+        stranger = mesh._routers[1]
+
+        def was_asked() -> bool:
+            with mesh._hub.engine:
+                return bool(stranger.gone or (mesh._agent._asked and not stranger.requests))
+
+        wait_until(was_asked, 10, "a question to who has left")
+        asked.set()
+    work.result()
+    if mesh.rank == 1:
+        mesh.close()
+        left.set()
+    else:
+        mesh.group([0, 2, 3]).barrier()  # type: ignore[union-attr]  # nobody leaves before all have what they wait for
+    return array.tolist()
+
+
+@pytest.mark.parametrize("transport", ["inproc://", "tcp://"])
+def test_who_has_finished_and_left_is_not_lost_to_those_who_never_met_it(transport: str) -> None:
+    """A stalled collective asks everybody; who cannot be asked and is not waited for may have left in order."""
+    made = run_world(4, _late, transport, args=(Event(), Event()), config=CONFIG, timeout=LIMIT)
+    assert made == [[0, 0, 0]] * 4
+
+
+def _wait_for_the_dead(mesh: Mesh, talk: Talk) -> None:
+    """Without rank 0, of which the others would hear, and with no connection between them."""
+    pair = mesh.group([1, 2])
+    if pair is None:
+        return
+    assert pair.all_reduce(1) == 2
+    other = mesh.peers[3 - mesh.rank]
+    wait_until(lambda: mesh.peers[0].router.gone and not other.connected, 10, "the connections to go")
+    talk.send("alone")
+    talk.recv()
+    began = monotonic()
+    talk.send((began, attempt(lambda: pair.all_reduce(np.ones(4)))))
+
+
+def test_who_is_waited_for_and_cannot_be_asked_is_lost() -> None:
+    """On the stage nothing is sent that would fail: only the question finds out."""
+    config = CONFIG.override(idle_timeout=0.1, heartbeat_interval=0.1)
+    with Ranks(3, _wait_for_the_dead, config) as ranks:
+        assert ranks.hear_all([1, 2]) == ["alone"] * 2
+        ranks.signal(2, SIGKILL)
+        assert ranks.exit_code(2) == -SIGKILL
+        ranks.say(1)
+        began, outcome = ranks.hear(1)
+        assert isinstance(outcome.error, PeerLost), outcome
+        assert (outcome.error.rank, outcome.error.op) == (2, "all_reduce with")
+        assert outcome.when - began < scaled(5)
 
 
 def _one_after_the_other(mesh: Mesh, talk: Talk) -> None:

@@ -15,7 +15,10 @@ from rankmesh.collectives import Grid
 from rankmesh.collectives.exchanging import round_of
 from rankmesh.collectives.simulator import simulate
 from rankmesh.testing import run_world
+from ranks import run_ranks
 from timing import scaled
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(30))
 LIMIT = scaled(50)
@@ -111,7 +114,7 @@ def _large(mesh: Mesh) -> None:
 
 
 def test_tensors_strides_and_large_arrays_in_processes() -> None:
-    run_world(3, _large, processes=True, config=CONFIG, timeout=LIMIT)
+    run_ranks(3, _large, CONFIG)
 
 
 def _wrong_size(mesh: Mesh) -> str:

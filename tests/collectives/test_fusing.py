@@ -16,7 +16,10 @@ from rankmesh.collectives.choosing import ALGORITHMS
 from rankmesh.collectives.fusing import refined
 from rankmesh.collectives.plan import Into, Receive, Round, Send
 from rankmesh.testing import run_world
+from ranks import run_ranks
 from timing import scaled
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(30))
 LIMIT = scaled(50)
@@ -85,7 +88,7 @@ def test_a_list_of_all_kinds_in_threads(size: int) -> None:
 
 @pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])
 def test_a_list_of_all_kinds_in_processes(shm: bool) -> None:
-    run_world(3, _all_reduce, processes=True, config=CONFIG.override(shm=shm), timeout=LIMIT)
+    run_ranks(3, _all_reduce, CONFIG.override(shm=shm))
 
 
 def _broadcast(mesh: Mesh) -> None:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from rankmesh import Config, DeadlineError, DesyncError, Group, Mesh, PeerLost, RankmeshError
-from ranks import Outcome, Ranks, Talk, attempt, nursery
+from ranks import Outcome, Ranks, Talk, attempt
 from timing import scaled
 
-__all__ = ["nursery"]
 pytestmark = pytest.mark.usefixtures("nursery")
 
 #: The heartbeat is the default one. Deadlines are not: they end a mistake that nothing else ends.
@@ -27,7 +26,7 @@ CULPRIT = 2
 #: The culprit is number 1 of the group.
 MEMBERS = [3, 2, 1, 0]
 #: Of who waits for the absent one.
-PATIENCE = 3.0
+PATIENCE = 1.5
 
 Call = Callable[[Group, bool], Any]
 

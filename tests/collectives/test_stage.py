@@ -13,7 +13,10 @@ import pytest
 from rankmesh import CancelledError, Config, DeadlineError, Group, Mesh, PeerLost, RankmeshError
 from rankmesh.collectives.founding import State
 from rankmesh.testing import run_world
+from ranks import run_ranks
 from timing import scaled, wait_until
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(20))
 LIMIT = scaled(40)
@@ -25,7 +28,7 @@ def _state(mesh: Mesh) -> tuple[State, str]:
 
 
 def test_ranks_of_one_host_have_one() -> None:
-    states = run_world(3, _state, processes=True, config=CONFIG, timeout=LIMIT)
+    states = run_ranks(3, _state, CONFIG)
     assert states == [(State.STAGE, "")] * 3
 
 
@@ -38,16 +41,16 @@ def _state_with_one_against(mesh: Mesh) -> tuple[State, str, float]:
 
 
 def test_where_one_rank_has_none_nobody_has() -> None:
-    for state, reason, total in run_world(3, _state_with_one_against, processes=True, config=CONFIG, timeout=LIMIT):
+    for state, reason, total in run_ranks(3, _state_with_one_against, CONFIG):
         assert state is State.NONE
         assert "switched off" in reason
         assert total == 3000
 
 
-@pytest.mark.parametrize("processes", [True, False], ids=["tcp", "inproc"])
-def test_without_shared_memory_there_is_none(processes: bool) -> None:
+def test_without_shared_memory_there_is_none() -> None:
     config = CONFIG.override(shm=False)
-    for state, _ in run_world(2, _state, processes=processes, config=config, timeout=LIMIT):
+    in_threads = run_world(2, _state, config=config, timeout=LIMIT)
+    for state, _ in [*in_threads, *run_ranks(2, _state, config)]:
         assert state is State.NONE
 
 
@@ -64,7 +67,7 @@ def _groups(mesh: Mesh) -> list[float]:
 
 
 def test_many_calls_on_several_groups() -> None:
-    for rank, found in enumerate(run_world(4, _groups, processes=True, config=CONFIG, timeout=LIMIT)):
+    for rank, found in enumerate(run_ranks(4, _groups, CONFIG)):
         half = 1.0 + 3.0 if rank % 2 == 0 else 2.0 + 4.0
         assert found == [half] * 3 + [10.0] * 6
 
@@ -96,7 +99,7 @@ def _given_up(mesh: Mesh, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["cancelled", "late"])
 def test_one_that_is_given_up_spoils_no_other(how: str) -> None:
-    first, second = run_world(2, _given_up, processes=True, config=CONFIG, timeout=LIMIT, args=(how,))
+    first, second = run_ranks(2, _given_up, CONFIG, (how,))
     assert "rank 1" in first or how == "cancelled"
     assert "rank 0" in second
     assert "gave up all_reduce #1" in second
@@ -119,7 +122,7 @@ def _asleep(mesh: Mesh) -> float:
 
 
 def test_who_waits_long_sleeps_and_is_woken() -> None:
-    used = run_world(3, _asleep, processes=True, config=CONFIG, timeout=LIMIT)
+    used = run_ranks(3, _asleep, CONFIG)
     assert max(used) < scaled(0.5) / 2
 
 
@@ -132,7 +135,7 @@ def _raises(mesh: Mesh) -> None:
 
 
 def test_an_error_of_a_reduction_is_the_callers() -> None:
-    run_world(2, _raises, processes=True, config=CONFIG, timeout=LIMIT)
+    run_ranks(2, _raises, CONFIG)
 
 
 def _left_alone(mesh: Mesh, when: str) -> float:
@@ -155,7 +158,7 @@ def _left_alone(mesh: Mesh, when: str) -> float:
 
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_who_waits_for_a_rank_that_left_is_told_at_once(when: str) -> None:
-    took, _ = run_world(2, _left_alone, processes=True, config=CONFIG, timeout=LIMIT, args=(when,))
+    took, _ = run_ranks(2, _left_alone, CONFIG, (when,))
     assert took < scaled(5)
 
 
@@ -169,7 +172,7 @@ def _odd_elements(mesh: Mesh) -> None:
 
 
 def test_elements_of_odd_sizes() -> None:
-    run_world(2, _odd_elements, processes=True, config=CONFIG, timeout=LIMIT)
+    run_ranks(2, _odd_elements, CONFIG)
 
 
 def _mixed(mesh: Mesh, seed: int) -> None:
@@ -177,8 +180,8 @@ def _mixed(mesh: Mesh, seed: int) -> None:
     rng = np.random.default_rng(seed)
     size, rank = mesh.size, mesh.rank
     pending: list[tuple[Any, Any]] = []
-    for turn in range(120):
-        part = int(rng.choice([0, 1, 5, 1000, 40_000, 300_000]))
+    for turn in range(80):
+        part = int(rng.choice([0, 1, 5, 1000, 40_000, 150_000]))
         data = rng.integers(0, 100, (size, size, part)).astype(np.int64)
         waits = bool(rng.integers(2))
         which = int(rng.integers(5))
@@ -206,4 +209,4 @@ def _mixed(mesh: Mesh, seed: int) -> None:
 def test_calls_of_all_kinds_in_any_order(size: int) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     print("seed", seed)
-    run_world(size, _mixed, processes=True, config=CONFIG, timeout=LIMIT, args=(seed,))
+    run_ranks(size, _mixed, CONFIG, (seed,))

@@ -16,7 +16,10 @@ from rankmesh.collectives.kinds import Kind, _through_float32, kind_of
 from rankmesh.collectives.reducing import Reduction
 from rankmesh.collectives.tensors import tensor_kind
 from rankmesh.testing import run_world
+from ranks import run_ranks
 from timing import scaled
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(30))
 LIMIT = scaled(50)
@@ -154,7 +157,7 @@ def _halves(mesh: Mesh) -> None:
 
 
 def test_tensors_in_processes() -> None:
-    run_world(3, _halves, processes=True, config=CONFIG, timeout=LIMIT)
+    run_ranks(3, _halves, CONFIG)
 
 
 # ---------------------------------------------------------------------- one operation

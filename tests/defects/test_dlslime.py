@@ -23,10 +23,8 @@ from rankmesh import (
     TruncationError,
 )
 from rankmesh.endpoint.router import PeerRouter
-from ranks import Mesh, Ranks, Talk, nursery
+from ranks import Mesh, Ranks, Talk
 from timing import scaled, wait_until
-
-__all__ = ["nursery"]
 
 TCP = Medium("tcp://127.0.0.1:0", Config(shm=False))
 

@@ -24,10 +24,8 @@ from rankmesh.wire.credit import OVERHEAD
 from rankmesh.wire.handshake import NONCE_BYTES, Handshake, Type
 from rankmesh.wire.header import HEADER_BYTES
 from rankmesh.wire.messages import Identity, encode
-from ranks import Mesh, Ranks, Talk, nursery
+from ranks import Mesh, Ranks, Talk
 from timing import scaled, wait_until
-
-__all__ = ["nursery"]
 
 TCP = Medium("tcp://127.0.0.1:0", Config(shm=False))
 

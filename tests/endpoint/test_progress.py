@@ -14,7 +14,7 @@ import pytest
 from peers import BRIEFLY, SOON, Call
 from rankmesh import ClosedError, DeadlineError, Work
 from rankmesh.endpoint.progress import Engine
-from rankmesh.endpoint.waiting import Spin
+from rankmesh.endpoint.waiting import Look, Spin
 from timing import scaled, wait_until
 
 
@@ -76,6 +76,28 @@ def test_waiter_drives(engine: Engine, source: Source) -> None:
         work.result()
         ringing.result()
     assert set(source.drivers) == {threading.current_thread().name}
+
+
+def test_a_flood_over_sockets_does_not_hide_what_came_over_a_ring(engine: Engine) -> None:
+    """A leader that found something in epoll at every look did not look at rings until a timer ran."""
+    work, turns = new_work(engine), 0
+    flood = os.eventfd(1)  # ready for ever: nobody reads it
+
+    def handle(mask: int) -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 1000 and not work.finished:
+            work.finish(-1)
+
+    with engine:
+        engine.watch(flood, select.EPOLLIN, handle)
+        engine.look_at(flood, Look(ready=lambda: turns > 10, arm=lambda: False, serve=lambda: work.finish(turns)))
+    try:
+        assert 10 < work.result() < 100
+    finally:
+        with engine:
+            engine.unwatch(flood)
+        os.close(flood)
 
 
 def test_background_thread_drives_when_nobody_waits(engine: Engine, source: Source) -> None:

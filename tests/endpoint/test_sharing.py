@@ -35,12 +35,14 @@ from rankmesh.endpoint.lanes import Frame, Lane
 from rankmesh.endpoint.sharing import PIECE_BYTES
 from rankmesh.endpoint.transfers import Landing
 from rankmesh.errors import TransferAborted
-from rankmesh.testing.world import run_world
 from rankmesh.transport.arena import SEGMENT_BYTES
 from rankmesh.transport.base import PolledLink
 from rankmesh.transport.segment import CELLS
 from rankmesh.wire.header import Flag, Kind, pack
+from ranks import run_ranks
 from timing import scaled, wait_until
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SHM = Medium("shm://", Config())
 EAGER = SHM.config.eager_bytes
@@ -228,7 +230,7 @@ def _ring(mesh: Any) -> tuple[bool, float, str]:
 
 def test_mesh_empty_between_processes() -> None:
     expected = [(True, float(source), "shm (same host)") for source in (1, 0)]
-    assert run_world(2, _ring, "tcp://", processes=True, timeout=scaled(50)) == expected
+    assert run_ranks(2, _ring) == expected
 
 
 # ---------------------------------------------------------------------- a single copy

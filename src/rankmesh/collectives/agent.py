@@ -5,7 +5,8 @@ Calls that differ never match (calls.py), so they stall. The rules from then on,
 
 1. A collective that has not moved for STALL seconds asks: those it waits for, and, in a group of up to ASK_ALL, all
    others. The question says what was called here; the answer says whether the other has called the same under that
-   sequence number, something else, nothing yet (and what last, when), or has given up.
+   sequence number, something else, nothing yet (and what last, when), or has given up. One that cannot be reached is
+   lost if it is waited for; else it may have done its part, and left in order.
 2. Where somebody called something else, the one that finds out waits for the other answers, GRACE seconds at most,
    and tells all members what each has called. Whoever is told, or finds out, fails all collectives under way in that
    group with DesyncError, and every later one: no rank could know any more which call belongs to which.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -244,7 +246,7 @@ class GroupContext:
         self._unusable = True
         for router in tell:
             if router is not self.routers[self.rank] and not router.gone:
-                self.agent.request(router, Tell(self.number, calls))
+                self.agent.request(router, Tell(self.number, calls), optional=True)
         for collective in list(self.under_way.values()):
             collective.stop(_desync_error(calls))
 
@@ -368,30 +370,37 @@ class CollectiveAgent:
                 yield context, collective
 
     def _ask(self, context: GroupContext, collective: Collective) -> None:
-        everybody = range(len(context.routers)) if len(context.routers) <= ASK_ALL else collective.awaited()
+        awaited = collective.awaited()
         ask = Ask(context.number, collective.call.sequence, collective.call.digest)
-        for rank in everybody:
+        for rank in range(len(context.routers)) if len(context.routers) <= ASK_ALL else awaited:
             router = context.routers[rank]
             if rank == context.rank or router.gone:
                 continue
-            self.request(router, ask, lambda answer, rank=rank: context.heard(collective, rank, answer))  # type: ignore[misc]
+            then = partial(context.heard, collective, rank)
+            self.request(router, ask, then, optional=rank not in awaited)
 
     def request(
-        self, router: Router, message: Question, then: Callable[[Answer], None] = lambda answer: None
+        self,
+        router: Router,
+        message: Question,
+        then: Callable[[Answer], None] = lambda answer: None,
+        optional: bool = False,
     ) -> Send | None:
-        """Ask or tell. Who cannot be reached is lost, or is asked again."""
+        """Ask or tell. Who cannot be reached is lost, unless it is `optional` to reach it."""
         assert isinstance(router, PeerRouter), "nobody asks itself"
         body = memoryview(_encode(message))
         question = _Question(router, router.outbound.new_ident(), then)
         timeout = self.hub.config.timeout
         send = Send(router, question.op, SERVICE, question.ident, int(Flag.REQUEST), [body], len(body), timeout)
+        send.optional = optional
+        router.requests[question.ident] = question  # before it is sent: a connection may be refused at once
         try:
             router.outbound.start(send)
         except RankmeshError as error:
+            router.requests.pop(question.ident, None)
             logger.debug("%s cannot be asked about a collective: %s", router.peer, error)
             self.watch()
             return None
-        router.requests[question.ident] = question
         return send
 
     def compare(self, context: GroupContext, collective: Collective, differs: bool) -> None:

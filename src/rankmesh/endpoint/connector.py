@@ -335,6 +335,8 @@ class Connector:
         if dial.work is not None:
             dial.router.unreachable(error)
             dial.work.fail(error)
+        elif dial.router.outbound.only_optional() and not self.hub.awaits(dial.router.index):
+            dial.router.unreachable(error)
         else:
             dial.router.lose(f"it cannot be reached at {dial.where} ({dial.trouble})", left=dial.trouble == CLOSING)
 

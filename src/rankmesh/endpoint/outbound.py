@@ -328,6 +328,10 @@ class Outbound(FrameSender):
         if not self.blocked:  # else readiness flushes
             self.flush()
 
+    def only_optional(self) -> bool:
+        """Whether something waits here, and all of it might as well not be sent."""
+        return bool(self._waiting) and all(send.optional for send in self._waiting)
+
     def _check_size(self, send: Send) -> None:
         """Refuse what the other side would refuse, before a byte is sent."""
         rpc = bool(send.flags & RPC)

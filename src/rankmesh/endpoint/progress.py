@@ -253,7 +253,7 @@ class Engine:
         poll, end = self.poll, 0.0
         while True:
             events = poll(0, EVENTS)
-            if events or (self.looks and self.look_around()):
+            if (self.looks and self.look_around()) or events:  # neither keeps the other waiting
                 if self._handle(events, work):
                     spin.misses = 0
                     return True

@@ -50,6 +50,9 @@ class SendState(Enum):
 class Send(Work[None]):
     """A message, request or reply on its way out. It is done when its buffers may be reused."""
 
+    #: A peer that cannot be reached, and for which nothing else waits, is not lost: it may have left in order.
+    optional = False
+
     def __init__(
         self,
         router: Router,
