@@ -5,16 +5,19 @@ what that waits for is there, and knows nothing of who drives it: the caller its
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.kinds import Array, Operation
 from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, SLOTS, STAGED, Stage
 from rankmesh.collectives.staging import Case, Chunk, chunks
 
-_STAGE: Final = 0
-_COMBINE: Final = 1
-_FETCH: Final = 2
+if TYPE_CHECKING:
+    from rankmesh.collectives.express import Express
+
+STAGE: Final = 0
+COMBINE: Final = 1
+FETCH: Final = 2
 
 
 class Step(NamedTuple):
@@ -28,12 +31,14 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What calls that are alike share. `apply` reduces, where anything is reduced."""
+    """What calls that are alike share. `apply` reduces, where anything is reduced; `express` serves them while nobody
+    is late."""
 
     signature: Signature
     digest: int
     steps: tuple[Step, ...]
     apply: Operation | None = None
+    express: Express | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -43,20 +48,20 @@ def steps(name: str, case: Case) -> tuple[Step, ...]:
     plan = chunks(name, case)
     order = []
     for turn in range(len(plan) + 2):
-        for behind, what in enumerate((_STAGE, _COMBINE, _FETCH)):
+        for behind, what in enumerate((STAGE, COMBINE, FETCH)):
             number = turn - behind
             if 0 <= number < len(plan) and _needed(what, plan[number]):
                 chunk = plan[number]
-                combined = what == _FETCH and chunk.combine is not None
-                ranks = () if what == _STAGE else chunk.combined_by if combined else chunk.staged_by
+                combined = what == FETCH and chunk.combine is not None
+                ranks = () if what == STAGE else chunk.combined_by if combined else chunk.staged_by
                 order.append(Step(what, number, chunk, ranks, COMBINED if combined else STAGED))
     return tuple(order)
 
 
 def _needed(what: int, chunk: Chunk) -> bool:
-    if what == _STAGE:
+    if what == STAGE:
         return not chunk.silent
-    if what == _COMBINE:
+    if what == COMBINE:
         return chunk.combine is not None
     return chunk.combine is None or bool(chunk.fetch)
 
@@ -67,10 +72,13 @@ class Passage:
 
     __slots__ = ("_apply", "_at", "_digest", "_sequence", "_serial", "_slots", "_source", "_stage", "_steps", "_target")
 
-    def __init__(self, stage: Stage, recipe: Recipe, sequence: int, source: Array, target: Array) -> None:
+    def __init__(
+        self, stage: Stage, recipe: Recipe, sequence: int, source: Array, target: Array, taken: int = 0
+    ) -> None:
+        """`taken`: so many steps were taken before."""
         self._stage = stage
-        _, self._digest, self._steps, self._apply = recipe
-        self._at = 0
+        _, self._digest, self._steps, self._apply, _ = recipe
+        self._at = taken
         self._sequence = sequence
         self._serial = sequence + 1 << CHUNK_BITS  # no serial is 0, which all words are at first
         self._source = source
@@ -87,7 +95,7 @@ class Passage:
             return True
         what, number, _, ranks, words = self._steps[self._at]
         slot = (self._sequence + number) % SLOTS
-        if what == _STAGE:
+        if what == STAGE:
             return self._stage.free(slot)
         word, serial, said = words[slot], self._serial + number, self._stage.words
         for rank in ranks:
@@ -101,7 +109,7 @@ class Passage:
         what, number, chunk, _, _ = self._steps[self._at]
         self._at += 1
         stage, slot, serial = self._stage, (self._sequence + number) % SLOTS, self._serial + number
-        if what == _STAGE:
+        if what == STAGE:
             source, own = self._source, self._slots[stage.rank][slot]
             for start, stop, at in chunk.stage:
                 length = stop - start
@@ -109,7 +117,7 @@ class Passage:
             stage.hold(slot, serial)
             stage.say(STAGED[slot], serial, self._digest)
             return
-        if what == _COMBINE:
+        if what == COMBINE:
             if self._combine(chunk, slot):
                 stage.say(COMBINED[slot], serial, self._digest)
             if chunk.fetch:
@@ -150,10 +158,9 @@ class Passage:
             return []
         what, number, _, ranks, words = self._steps[self._at]
         slot = (self._sequence + number) % SLOTS
-        if what == _STAGE:
+        if what == STAGE:
             return self._stage.behind(slot)
         return [rank for rank in ranks if self._stage.words[rank][words[slot]] != self._serial + number]
 
     def give_up(self) -> None:
-        """This rank reads nothing of this call any more."""
-        self._stage.done(self._serial | (1 << CHUNK_BITS) - 1)
+        self._stage.give_up(self._sequence)

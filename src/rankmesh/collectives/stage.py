@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from rankmesh.endpoint.waiting import Look, Waited
 from rankmesh.transport.segment import anonymous
 
 if TYPE_CHECKING:
+    from rankmesh.collectives.express import Express
     from rankmesh.collectives.passage import Passage
     from rankmesh.collectives.staged import StagedCollective
     from rankmesh.endpoint.progress import Engine
@@ -102,10 +104,14 @@ class Stage:
         self._held = [0] * SLOTS
         self._all_done = 0
         self.queue: deque[StagedCollective] = deque()
+        #: What holds slices of the memory.
+        self.express: WeakSet[Express] = WeakSet()
 
     def close(self) -> None:
         """Let go of the memory. Nothing is under way."""
         self._engine.looks.pop(self._key, None)
+        for express in self.express:
+            express.close()
         self._arrays.clear()
         self._others.clear()
         self.words.clear()
@@ -152,6 +158,10 @@ class Stage:
             self._own[DONE] = serial
             self._wake()
 
+    def give_up(self, sequence: int) -> None:
+        """This rank reads nothing of that call any more."""
+        self.done((sequence + 2 << CHUNK_BITS) - 1)
+
     def _wake(self) -> None:
         fence = self._fence
         fence.acquire()
@@ -193,13 +203,22 @@ class Stage:
         if not first.step() and not first.forsaken():
             self._engine.looks.setdefault(self._key, Look(self.ready, self.arm, self.serve))
 
-    def run(self, passage: Passage) -> bool:
-        """Take a call's steps on behalf of its caller, who waits. False: it takes longer; the call enters, and waits
-        like any other."""
-        engine = self._engine
-        if self.queue or not engine.may_look():
+    def may_run(self) -> bool:
+        """Whether a caller that waits may take its call's steps itself."""
+        if self.queue or not self._engine.may_look():
             return False
         self._awake()
+        return True
+
+    @property
+    def looks(self) -> range:
+        """As many as it pays to look for somebody's word without a pause."""
+        return _LOOKS[self._looks]
+
+    def run(self, passage: Passage) -> bool:
+        """Take a call's steps on behalf of its caller, who `may_run` them. False: it takes longer; the call enters, and
+        waits like any other."""
+        engine = self._engine
         while not passage.ended:
             for _ in _LOOKS[self._looks]:
                 if passage.may_step():

@@ -12,6 +12,7 @@ from rankmesh.collectives.agent import GroupContext
 from rankmesh.collectives.arguments import Array
 from rankmesh.collectives.calls import Signature, digest
 from rankmesh.collectives.choosing import ALGORITHMS, World, rounds
+from rankmesh.collectives.express import Express
 from rankmesh.collectives.founding import Founding, State
 from rankmesh.collectives.passage import Passage, Recipe, steps
 from rankmesh.collectives.plan import Round
@@ -171,7 +172,11 @@ class Running:
         case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // job.source.itemsize)
         op, apply = ("", None) if reduction is None else (reduction.name, reduction.apply)
         signature = Signature(job.collective, what, op, root, "shared")
-        return Recipe(signature, digest(signature), steps(plan, case), apply)
+        taken, known, stage = steps(plan, case), digest(signature), self._founding.stage
+        express = None
+        if stage is not None and Express.serves(taken):
+            express = Express(stage, taken, known, apply, job.source.dtype)
+        return Recipe(signature, known, taken, apply, express)
 
     def _pass(
         self,
@@ -192,14 +197,19 @@ class Running:
             engine.acquire()
         try:
             call = context.next_call(recipe.signature, recipe.digest, 3)
-            if stage is not None and not async_op:
-                passage = Passage(stage, recipe, call.sequence, source, target)
+            if stage is not None and not async_op and stage.may_run():
                 try:
+                    express, taken = recipe.express, 0
+                    if express is not None:
+                        taken = express.run(call.sequence, source, target)
+                        if taken == express.steps:
+                            return conclude()
+                    passage = Passage(stage, recipe, call.sequence, source, target, taken)
                     if stage.run(passage):
                         return conclude()
                 except BaseException as error:
                     call.given_up = str(error) or type(error).__name__
-                    passage.give_up()
+                    stage.give_up(call.sequence)
                     raise
             staged = StagedCollective(context, call, recipe, source, target, conclude, timeout, fallback, passage)
             context.begin(staged)
