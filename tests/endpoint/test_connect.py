@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_an_attempt_that_succeeds_while_its_side_closes_ends_in_order() -> None:
             if proved:
                 link.stall(after_bytes=proved)
 
-    quiet = {"heartbeat_interval": scaled(20), "heartbeat_timeout": scaled(60)}
+    quiet: dict[str, Any] = {"heartbeat_interval": scaled(20), "heartbeat_timeout": scaled(60)}
     with faulty(prepare), open_pair(FAULTY, **quiet) as pair:
         proved = made[0].sent
         with pair.left.hub.engine:  # let it go, as the heartbeat does
