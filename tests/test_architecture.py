@@ -10,7 +10,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,7 +91,7 @@ def modules() -> dict[str, Module]:
     return found
 
 
-def imports_of(module: Module, known: set[str]) -> Iterator[tuple[int, str]]:
+def imports_of(module: Module, known: Set[str]) -> Iterator[tuple[int, str]]:
     """(line, module imported); `from package import name` is the module package.name where there is one."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):

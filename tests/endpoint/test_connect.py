@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 from time import monotonic
+from typing import Any
 
 import pytest
 
-from peers import BRIEFLY, SOON, Call, Medium, Pair, blank, open_pair, pattern, router_of
+from peers import BRIEFLY, FAULTY, SOON, Call, Medium, Pair, blank, faulty, open_pair, pattern, router_of
 from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, PeerLost
+from rankmesh.testing.faults import FaultLink
 from rankmesh.testing.world import free_port
+from rankmesh.wire.messages import IdleAsk
 from timing import scaled, wait_until
 
 
@@ -47,6 +50,35 @@ def test_address_that_never_answers(tcp: Medium) -> None:
         with pytest.raises(ConnectError) as caught:
             endpoint.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=5 * BRIEFLY)
         assert "within" in caught.value.reason or "handshake" in caught.value.reason
+
+
+def test_an_attempt_that_succeeds_while_its_side_closes_ends_in_order() -> None:
+    """The other side had the connection, saw it end without a goodbye, and took that for a loss."""
+    made: list[FaultLink] = []
+    proved = 0
+
+    def prepare(link: FaultLink) -> None:
+        if not link.accepted:
+            made.append(link)
+            if proved:
+                link.stall(after_bytes=proved)
+
+    quiet: dict[str, Any] = {"heartbeat_interval": scaled(20), "heartbeat_timeout": scaled(60)}
+    with faulty(prepare), open_pair(FAULTY, **quiet) as pair:
+        proved = made[0].sent
+        with pair.left.hub.engine:  # let it go, as the heartbeat does
+            outbound = router_of(pair.there).outbound
+            outbound.message(IdleAsk())
+            outbound.pause()
+        wait_until(lambda: not pair.there.connected and not pair.back.connected, 10, "the connection to be let go")
+        pair.there.irecv(bytearray(1), tag=1)
+        wait_until(lambda: pair.back.connected, 10, "the connection, of which this side does not know")
+        assert not pair.there.connected
+        closing = Call(pair.left.close)
+        made[1].resume()
+        closing.result()
+        wait_until(lambda: router_of(pair.back).gone, 10, "the goodbye")
+        assert router_of(pair.back).gone == "it closed its endpoint"
 
 
 def test_unknown_name(tcp: Medium) -> None:

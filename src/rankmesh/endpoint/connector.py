@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from rankmesh.endpoint.admission import Admission, Closed
 from rankmesh.endpoint.pool import Verdict, judge
-from rankmesh.endpoint.refusals import CLOSING, Refusals
+from rankmesh.endpoint.refusals import CLOSED, CLOSING, Refusals
 from rankmesh.endpoint.shortcut import NETWORKED, Shortcut, carrier
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ConfigError, ConnectError, RankmeshError
@@ -233,7 +233,8 @@ class Connector:
         self._listeners: list[Listener] = []
         self._dials: dict[int, Dial] = {}
         self._accepting: dict[Admission, None] = {}
-        self._dialing: dict[Admission, Dial] = {}
+        #: Handshakes of our own attempts.
+        self.dialing: dict[Admission, Dial] = {}
         self.shortcut = Shortcut(hub.config)
         self.refusals = Refusals(hub.engine)
 
@@ -342,7 +343,7 @@ class Connector:
 
     def admit(self, link: Link, dial: Dial, timeout: float) -> None:
         dial.admission = admission = self._new_admission(link, dial, timeout)
-        self._dialing[admission] = dial
+        self.dialing[admission] = dial
         admission.ready()
 
     # ------------------------------------------------------------------ handshakes
@@ -396,10 +397,10 @@ class Connector:
 
     def _dial_progressed(self, admission: Admission) -> None:
         """A connection of our own went a step further."""
-        dial = self._dialing[admission]
+        dial = self.dialing[admission]
         handshake = admission.handshake
         if handshake.done:
-            del self._dialing[admission]
+            del self.dialing[admission]
             self._dials.pop(dial.router.index, None)
             self._admitted(admission, dial)
             return
@@ -410,7 +411,7 @@ class Connector:
                 self._settle(router)
                 return
         if handshake.shortcut and not dial.no_shm:
-            del self._dialing[admission]
+            del self.dialing[admission]
             admission.drop(abort=False)
             dial.take_shortcut(handshake.shortcut)
 
@@ -421,7 +422,8 @@ class Connector:
         objection = self._objection(remote)
         if dial is not None and dial.router.peer.uid not in (None, remote.uid):
             objection = f"another process ({remote.name}, pid {remote.pid} on {remote.host}) answers at {dial.where}"
-        if objection:
+        leaving = objection == CLOSING and dial is not None  # the other side, where it is a peer already, is told so
+        if objection and not leaving:
             link.abort()
             if dial is not None:
                 self.dial_failed(
@@ -435,6 +437,8 @@ class Connector:
         else:
             link.close()  # connect() to a peer that was connected already
         self._settle(router)
+        if leaving and router.outbound.idle:  # else close() says goodbye when all is sent
+            router.say_goodbye(CLOSED)
         if dial is not None:
             dial.reached(router.peer)
 
@@ -445,7 +449,7 @@ class Connector:
         for dial in [dial for dial in self._dials.values() if dial.router is router or dial.remote_uid == identity.uid]:
             del self._dials[dial.router.index]
             if dial.admission is not None:
-                self._dialing.pop(dial.admission, None)
+                self.dialing.pop(dial.admission, None)
             dial.cancel()
             if dial.router is not router:
                 self._bind(identity, dial.router)
@@ -467,7 +471,7 @@ class Connector:
             self.refusals.add(admission.link.remote, text)
 
     def _dial_refused(self, admission: Admission, error: Exception) -> None:
-        dial = self._dialing.pop(admission)
+        dial = self.dialing.pop(admission)
         dial.failed(error)
 
     # ------------------------------------------------------------------ the end
@@ -482,10 +486,10 @@ class Connector:
         for dial in self._dials.values():
             dial.cancel()
         self._dials.clear()
-        for admission in [*self._accepting, *self._dialing]:
+        for admission in [*self._accepting, *self.dialing]:
             admission.drop()
         self._accepting.clear()
-        self._dialing.clear()
+        self.dialing.clear()
         self.refusals.close()
         return waiting
 

@@ -19,7 +19,7 @@ from rankmesh.endpoint.hub import Agent, Hub, Service
 from rankmesh.endpoint.matching import ANY_SOURCE, ANY_TAG
 from rankmesh.endpoint.messages import Messages
 from rankmesh.endpoint.peer import Peer
-from rankmesh.endpoint.refusals import CLOSING
+from rankmesh.endpoint.refusals import CLOSED, CLOSING
 from rankmesh.endpoint.requests import Reply
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.transfers import Status
@@ -387,10 +387,10 @@ class Endpoint:
             for work in self.hub.abandon():  # what has not come will not come any more
                 work.fail(self.hub.closed_error(work.op, work.tag))
             routers = [router for router in self.hub.routers.values() if isinstance(router, PeerRouter)]
-            engine.drive(Until(lambda: all(router.outbound.idle or router.gone for router in routers)), deadline)
+            engine.drive(Until(lambda: self._all_is_said(routers)), deadline)
             unsent = [str(router.peer) for router in routers if not router.outbound.idle]
             for router in routers:
-                router.say_goodbye("it closed its endpoint")
+                router.say_goodbye(CLOSED)
             engine.drive(Until(lambda: all(router.link is None for router in routers)), deadline)
             self._free(routers)
         self._stop()
@@ -400,6 +400,13 @@ class Endpoint:
                 op="close",
                 peer=", ".join(unsent),
             )
+
+    def _all_is_said(self, routers: list[PeerRouter]) -> bool:
+        """Nothing is unsent, and no connection is about to be made: where the other side has it already, it would take
+        its end for a loss."""
+        if any(admission.handshake.remote_uid is not None for admission in self._connector.dialing):
+            return False
+        return all(router.outbound.idle or router.gone for router in routers)
 
     def abort(self, reason: str = "") -> None:
         """Drop everything at once: peers see a lost connection, and hear `reason` if they can be told right away."""

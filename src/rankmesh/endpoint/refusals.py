@@ -19,6 +19,8 @@ logger = logging.getLogger("rankmesh")
 
 #: Why whoever closes takes no more connections: it leaves, and is not lost.
 CLOSING: Final = "this endpoint is closing"
+#: What one that has closed says to its peers.
+CLOSED: Final = "it closed its endpoint"
 #: Seconds between two lines about one address.
 QUIET: Final = 5.0
 #: Addresses that are told apart; the rest share their lines.
