@@ -107,7 +107,7 @@ def arrays(name: str, given: Array, root: int) -> tuple[list[Array], list[Array]
     if name in ("all_gather", "gather"):
         source = [given[rank, 0].copy() for rank in range(size)]
         target = [np.zeros(size * part, np.int64) for _ in range(size)]
-        for rank in range(size):
+        for rank in range(size) if name == "gather" else ():
             target[rank][rank * part : (rank + 1) * part] = source[rank]
         joined = given[:, 0].reshape(-1)
         return source, target, [joined if name == "all_gather" or rank == root else None for rank in range(size)]

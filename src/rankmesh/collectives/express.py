@@ -33,7 +33,7 @@ class _Slices(NamedTuple):
 class Express:
     """For all calls of one recipe in one group. `run` needs the engine's lock."""
 
-    __slots__ = ("__weakref__", "_apply", "_digest", "_own", "_slices", "_stage", "_stages", "_words", "steps")
+    __slots__ = ("__weakref__", "_apply", "_digest", "_keep", "_own", "_slices", "_stage", "_stages", "_words", "steps")
 
     def __init__(self, stage: Stage, steps: Sequence[Step], digest: int, apply: Operation | None, dtype: Any) -> None:
         chunk = steps[-1].chunk
@@ -43,6 +43,7 @@ class Express:
         #: How many steps it takes.
         self.steps = len(steps)
         self._stages = steps[0].what == STAGE
+        self._keep = chunk.keep
         self._words: tuple[memoryview, ...] = tuple(stage.words[rank] for rank in steps[-1].ranks)
         combine = chunk.combine
         #: Of what this rank brings, the stretch that it reduces from where it lies.
@@ -91,6 +92,9 @@ class Express:
                 into[:] = source if len(into) == len(source) else source[start:stop]
             stage.hold(slot, serial)
             stage.say(word, serial, digest)
+            if self._keep is not None:
+                start, stop, at = self._keep
+                target[at : at + stop - start] = source
             taken = 1
         for its in self._words:
             if its[word] != serial:

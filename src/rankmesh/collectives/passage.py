@@ -116,6 +116,9 @@ class Passage:
                 own[at : at + length] = source if length == len(source) else source[start:stop]
             stage.hold(slot, serial)
             stage.say(STAGED[slot], serial, self._digest)
+            if chunk.keep is not None:
+                start, stop, at = chunk.keep
+                self._target[at : at + stop - start] = source[start:stop]
             return
         if what == COMBINE:
             if self._combine(chunk, slot):

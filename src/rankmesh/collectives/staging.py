@@ -3,7 +3,7 @@
 Idea. Every rank has slots that it alone writes and the others read (stage.py). A collective goes in chunks, and a chunk
 in up to three steps, each of which every rank takes at its own pace:
 
-1. stage:   copy what others need of this rank's array into a slot.
+1. stage:   copy what others need of this rank's array into a slot, and what it keeps of that to its place.
 2. combine: when the others have staged, reduce this rank's part straight from everybody's slots.
 3. fetch:   copy what this rank needs out of the others' slots: what they staged, or what they combined.
 
@@ -27,7 +27,7 @@ from rankmesh.collectives.space import even
 
 
 class Move(NamedTuple):
-    """source[start:stop] into the slot at `at`."""
+    """source[start:stop] into the slot, or the target, at `at`."""
 
     start: int
     stop: int
@@ -66,6 +66,8 @@ class Chunk(NamedTuple):
     fetch: tuple[Fetch, ...] = ()
     #: Nobody waits for this rank to have staged.
     silent: bool = False
+    #: What goes to the target from where it is staged: while it is in the cache.
+    keep: Move | None = None
 
 
 class Case(NamedTuple):
@@ -134,7 +136,8 @@ def reduce(case: Case) -> Chunks:
 def all_gather(case: Case) -> Chunks:
     for start, stop in _stretches(case.part, case.room):
         fetch = tuple(Fetch(q, 0, q * case.part + start, q * case.part + stop) for q in case.others)
-        yield Chunk((Move(start, stop, 0),), case.others, fetch=fetch)
+        keep = Move(start, stop, case.rank * case.part + start)
+        yield Chunk((Move(start, stop, 0),), case.others, fetch=fetch, keep=keep)
 
 
 def gather(case: Case) -> Chunks:

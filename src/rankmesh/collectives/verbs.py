@@ -189,19 +189,18 @@ class Collectives(Running):
         if algorithm is None and not async_op:
             recipe = self._known("all_gather", array, out)
             if recipe is not None:
-                out[self.rank] = array
                 return self._pass(recipe, array.reshape(-1), out.reshape(-1), lambda: out, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         own = given.array
         target = output(out, (self.size, *own.shape), given.kind)
         flat = flat_output(target.array)
-        target.array[self.rank] = own
         job = Job("all_gather", flat_input(own), flat, own.size)
         if self._is_staged("all_gather", own.nbytes, options, own.itemsize):
             key = _like("all_gather", array, out)
             return self._run_staged(job, lambda: target.value, options, given.what, key=key)
         chosen = self._choose("all_gather", own.nbytes, options)
+        target.array[self.rank] = own
         space = Space(Part(flat, [own.size] * self.size))
         return self._run(chosen, space, lambda: target.value, options, given.what, job=job)
 
