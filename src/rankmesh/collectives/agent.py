@@ -149,6 +149,11 @@ class GroupContext:
         self._closed = ""
         self._unusable = False
 
+    @property
+    def sequence(self) -> int:
+        """The number of the next call."""
+        return self._sequence
+
     def next_call(self, signature: Signature, known: int | None = None, depth: int = 1) -> Call:
         """The next sequence number is this call's. See Call for the rest."""
         if self._unusable or self.hub.closed:

@@ -78,6 +78,11 @@ class Running:
     #: Of calls that may come again: collective, dtype, elements, operation.
     _recipes: dict[tuple[Any, ...], Recipe]
 
+    @property
+    def sequence(self) -> int:
+        """How many collectives this rank has called in this group: the number of the next one."""
+        return self._context.sequence
+
     def _choose(self, collective: str, nbytes: int, options: Options, root: int = 0) -> Chosen:
         if not 0 <= root < self.size:
             raise UsageError(f"There is no rank {root} in a group of {self.size}. Correct root.")

@@ -49,6 +49,11 @@ class Work(Generic[T]):
         """Whether the operation has ended, well or badly."""
         return self.finished
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the operation failed with. None: nothing, or it has not ended."""
+        return self._error
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end; raise what went wrong. Without `timeout`, the operation's own counts from its start."""
         self.result(timeout)

@@ -16,10 +16,11 @@ import os
 import secrets
 import tempfile
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
@@ -213,8 +214,16 @@ def open_endpoint(meeting: Meeting, config: Config, make: type[E]) -> E:
     return make(listen, name=f"rank {meeting.rank}", config=config, rank=meeting.rank, run=meeting.run)
 
 
+class Registry(Protocol):
+    """What the ranks of a world find each other through: a StoreClient, or another system's store."""
+
+    def claim(self, key: str, value: bytes, timeout: float | None = None) -> bytes: ...
+
+    def get_many(self, keys: Iterable[str], timeout: float | None = None) -> dict[str, bytes]: ...
+
+
 def meet(endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:
-    """Claim our rank, and wait until all are claimed."""
+    """Connect to the meeting's store, claim our rank there, and wait until all are claimed."""
     timeout = max(deadline - monotonic(), 0.1)
     try:
         peer = endpoint.connect({"addresses": [str(address) for address in meeting.stores]}, timeout)
@@ -225,7 +234,18 @@ def meet(endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:
             missing=(0,),
             size=meeting.size,
         ) from error
-    store = StoreClient(endpoint, peer)
+    try:
+        return meet_through(StoreClient(endpoint, peer), endpoint, meeting, deadline)
+    except (DeadlineError, PeerLost) as error:
+        raise JoinError(
+            f"The store ({peer}) stopped answering while the world came together. Look at that process's output.",
+            size=meeting.size,
+        ) from error
+
+
+def meet_through(registry: Registry, endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:
+    """Claim our rank, and wait until all are claimed."""
+    timeout = max(deadline - monotonic(), 0.1)
     info = endpoint.info()
     mine = Member(
         rank=meeting.rank,
@@ -238,21 +258,14 @@ def meet(endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:
         place=info["place"],
     )
     keys = [f"{meeting.run}/rank/{rank}" for rank in range(meeting.size)]
-    holder = _read(store.claim(keys[meeting.rank], msgspec.msgpack.encode(mine), timeout))
+    holder = _read(registry.claim(keys[meeting.rank], msgspec.msgpack.encode(mine), timeout))
     if holder != mine:
         raise JoinError(
             f"Rank {meeting.rank} is taken by {holder}. Start each rank once, or give the runs different addresses "
             "or run ids.",
             size=meeting.size,
         )
-    remaining = max(deadline - monotonic(), 0.1)
-    try:
-        found = store.get_many(keys, remaining)
-    except (DeadlineError, PeerLost) as error:
-        raise JoinError(
-            f"The store ({peer}) stopped answering while the world came together. Look at that process's output.",
-            size=meeting.size,
-        ) from error
+    found = registry.get_many(keys, max(deadline - monotonic(), 0.1))
     missing = tuple(rank for rank, key in enumerate(keys) if key not in found)
     if missing:
         raise JoinError(
