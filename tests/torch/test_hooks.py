@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from rankmesh import Mesh, UsageError
@@ -72,14 +73,14 @@ def hooked(parallel: DistributedDataParallel, kind: str, mesh: Mesh) -> Counting
 
 
 def train(mesh: Mesh, kind: str) -> Trained:
-    parallel = DistributedDataParallel(model(), bucket_cap_mb=0.008)  # type: ignore[arg-type]  # buckets of 8 KiB
+    parallel = DistributedDataParallel(model(), bucket_cap_mb=0.008)  # buckets of 8 KiB
     state = hooked(parallel, kind, mesh)
     optimiser = torch.optim.SGD(parallel.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(11 + mesh.rank)
     losses = []
     for _ in range(STEPS):
         inputs = torch.randn(64, 32, generator=generator)
-        loss = nn.functional.mse_loss(parallel(inputs), inputs[:, :4].sum(1, keepdim=True))
+        loss: Any = nn.functional.mse_loss(parallel(inputs), inputs[:, :4].sum(1, keepdim=True))
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -122,7 +123,7 @@ class Seen(NamedTuple):
 
 def train_each(mesh: Mesh, kinds: list[str], port: int) -> Seen:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, mesh.size, mesh.rank == 0, timedelta(seconds=scaled(30)))
+    store = TCPStore("127.0.0.1", port, mesh.size, mesh.rank == 0, timedelta(seconds=scaled(30)))
     dist.init_process_group("gloo", store=store, rank=mesh.rank, world_size=mesh.size)
     try:
         small = {feedback: learn_small(mesh, feedback) for feedback in (True, False)}

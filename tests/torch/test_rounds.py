@@ -59,14 +59,13 @@ def test_members_are_bounded_and_nobody_is_twice() -> None:
     print(f"seed {seed}")
     dice, state = random.Random(seed), State()
     for _ in range(3000):
-        before, node = state, dice.choice("abcdef")
-        match dice.randrange(3):
-            case 0:
-                state = joined(state, node, MOST)
-            case 1:
-                state = left(state, {node, dice.choice("abcdef")})
-            case _ if state.members:
-                state = completed(state)
+        before, node, what = state, dice.choice("abcdef"), dice.randrange(3)
+        if what == 0:
+            state = joined(state, node, MOST)
+        elif what == 1:
+            state = left(state, {node, dice.choice("abcdef")})
+        elif state.members:
+            state = completed(state)
         assert len(state.members) <= MOST
         assert len({*state.nodes}) == len(state.nodes)
         assert state.round in (before.round, before.round + 1)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
-from torch.distributed import DistNetworkError, DistStoreError, Store
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistNetworkError, DistStoreError
 
 from rankmesh.errors import RankmeshError
 from rankmesh.membership.store import StoreClient
@@ -35,7 +36,7 @@ class AgentStore(Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        found = self._found(keys, self.timeout.total_seconds())
+        found = self._found(keys, self._patience())
         return [found[key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -57,20 +58,25 @@ class AgentStore(Store):
         return len(_ask(self._client.get_many, keys, 0.0)) == len(set(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._found(keys, (self.timeout if timeout is None else timeout).total_seconds())
+        self._found(keys, self._patience() if timeout is None else timeout.total_seconds())
 
     def delete_key(self, key: str) -> bool:
         return _ask(self._client.delete, key, self._answer)
 
     def num_keys(self) -> int:
-        return len(self.list_keys())
+        return len(_ask(self._client.keys, "", self._answer))
 
-    def list_keys(self) -> list[str]:
-        return _ask(self._client.keys, "", self._answer)
+    #: By these names C++ finds them.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
 
     def clone(self) -> AgentStore:
         """The same store: it may be used by many threads."""
         return AgentStore(self._client, self._answer)
+
+    def _patience(self) -> float:
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stub leaves it out
+        return timeout.total_seconds()
 
     def _found(self, keys: Sequence[str], timeout: float) -> dict[str, bytes]:
         found = _ask(self._client.get_many, keys, timeout)

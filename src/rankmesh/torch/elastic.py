@@ -30,7 +30,7 @@ from time import monotonic
 from typing import Final, NoReturn
 
 import msgspec
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -97,12 +97,12 @@ class Settings:
         )
 
 
-def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+def handler() -> Callable[[RendezvousParameters], Handler]:
     """The entry point of `torchrun.handlers`."""
     return open_rendezvous
 
 
-def open_rendezvous(params: RendezvousParameters) -> RendezvousHandler:
+def open_rendezvous(params: RendezvousParameters) -> Handler:
     """Host the store or find it, and make the handler that torchrun's agent uses."""
     config = Config.from_env()
     settings = Settings.of(params, config)
@@ -356,6 +356,7 @@ class Handler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Close the rendezvous for all. The host of the store stays until the others have left it, for a while."""
+        self._workers = None
         self._rendezvous.stop()
         try:
             self._rendezvous.close()

@@ -24,16 +24,19 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
-from rankmesh.torch.staging import Target, native
-from rankmesh.torch.work import Work
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from rankmesh.collectives.compression import Cast, Compressor, Int8, RandomK, TopK
 from rankmesh.errors import UsageError
 from rankmesh.group import Group
+from rankmesh.torch.staging import Target, native
+from rankmesh.torch.work import Work
 
 Array = np.ndarray[Any, Any]
+
+_CPU: Final = torch.device("cpu")
 
 #: By name: compressors, with settings that suit gradients. All have error feedback; any setting can be given.
 KINDS: Final[Mapping[str, Callable[..., Compressor]]] = {
@@ -70,7 +73,7 @@ class Compression:
         self._buckets.clear()
         self._owed.clear()
 
-    def reduce(self, bucket: dist.GradBucket) -> Work:
+    def reduce(self, bucket: GradBucket) -> Work:
         """Average a bucket's gradients, in place."""
         compressor = self._compressor_of(bucket.index(), bucket.parameters())
         buffer = bucket.buffer()
@@ -110,7 +113,7 @@ class Compression:
             self._named(index).give(self.group._number, np.concatenate(whole))
 
 
-def compressed(state: Compression, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+def compressed(state: Compression, bucket: GradBucket) -> Future[torch.Tensor]:
     """The hook, for `register_comm_hook`."""
     return state.reduce(bucket).get_future()
 
@@ -138,7 +141,8 @@ def _made(by: str | Compressor, settings: dict[str, Any]) -> Compressor:
 
 
 def _group_of(process_group: Any) -> Group:
-    group = getattr(process_group, "group", None)
+    backend = process_group._get_backend(_CPU) if isinstance(process_group, dist.ProcessGroup) else None
+    group = getattr(backend, "group", None)
     if not isinstance(group, Group):
         raise UsageError(
             f"{process_group!r} is no process group of rankmesh, so compressed gradients have no way to go. Call "
