@@ -294,13 +294,8 @@ def test_the_entry_point() -> None:
 
 
 @pytest.mark.parametrize("torchrun", [FAILS_ONCE], indirect=True)
-def test_two_workers_of_one_node_one_of_which_fails_once(torchrun: Torchrun) -> None:
-    assert torchrun.start("--nnodes=1", "--nproc-per-node=2").wait(scaled(40)) == 0
-    assert sorted(torchrun.log()) == ["rank 0 of 2", "rank 0 of 2", "rank 1 of 2", "rank 1 of 2"]
-
-
-@pytest.mark.parametrize("torchrun", [FAILS_ONCE], indirect=True)
 def test_two_nodes_one_of_which_fails_once(torchrun: Torchrun) -> None:
+    """One node with two workers: README.md, "PyTorch"."""
     for process in [torchrun.start("--nnodes=2", "--nproc-per-node=1") for _ in range(2)]:
         assert process.wait(scaled(40)) == 0
     assert sorted(torchrun.log()) == ["rank 0 of 2", "rank 0 of 2", "rank 1 of 2", "rank 1 of 2"]

@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from rankmesh import Mesh, UsageError
+from rankmesh import Mesh, PeerLost, RankmeshError, UsageError
 from rankmesh.collectives.compression import TopK
 from rankmesh.testing import run_world
 from rankmesh.testing.world import free_port
@@ -113,6 +113,8 @@ class Seen(NamedTuple):
     trained: dict[str, Trained]
     #: With error feedback, and without.
     small: dict[bool, float]
+    #: What a backward pass raised when rank 1 had left; of rank 0.
+    lost: RankmeshError | None
 
 
 def train_each(mesh: Mesh, port: int) -> Seen:
@@ -122,9 +124,25 @@ def train_each(mesh: Mesh, port: int) -> Seen:
     try:
         small = {feedback: learn_small(feedback) for feedback in (True, False)}
         trained = {kind: train(kind) for kind in (NONE, *KINDS)}
-        return Seen({**trained, OVER_GLOO: train("topk", mesh)}, small)
+        trained[OVER_GLOO] = train("topk", mesh)
+        return Seen(trained, small, lose_a_rank())
     finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def lose_a_rank() -> RankmeshError | None:
+    parallel = DistributedDataParallel(model())
+    compress(parallel, "bf16")
+    loss: Any = parallel(torch.ones(1, 32)).sum()
+    if dist.get_rank() == 1:
         dist.destroy_process_group()
+        return None
+    try:
+        loss.backward()
+    except RankmeshError as error:
+        return error
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +189,12 @@ def test_error_feedback_matters(seen: list[Seen]) -> None:
 
 def test_with_gloo_gradients_go_over_a_mesh(trained: list[dict[str, Trained]]) -> None:
     assert [rank[OVER_GLOO].losses for rank in trained] == [rank["topk"].losses for rank in trained]
+
+
+def test_the_loss_of_a_rank_comes_out_of_backward(seen: list[Seen]) -> None:
+    error = seen[0].lost
+    assert isinstance(error, PeerLost)
+    assert error.rank == 1
 
 
 # ---------------------------------------------------------------------- buckets that are cut anew
