@@ -19,7 +19,7 @@ def after(*steps: str) -> State:
             case "+", node:
                 state = joined(state, node, MOST)
             case "-", node:
-                state = left(state, {node})
+                state = left(state, {node}, MOST)
             case _:
                 state = completed(state)
     return state
@@ -35,8 +35,10 @@ def after(*steps: str) -> State:
         (["+a", "+b", "-a"], State(members=("b",)), 0),
         (["+a", "!", "+b"], State(complete=True, members=("a",), waiting=("b",)), 1),
         (["+a", "!", "+b", "+b"], State(complete=True, members=("a",), waiting=("b",)), 1),
-        (["+a", "!", "+b", "-a"], State(round=1, waiting=("b",)), 0),  # the last member left: the next round is open
+        (["+a", "!", "+b", "-a"], State(round=1, members=("b",)), 0),  # the last member left: the next round is open
         (["+a", "!", "+b", "-a", "+b", "+a"], State(round=1, members=("b", "a")), 0),
+        (["+a", "!", "+d", "+c", "+b", "-a"], State(round=1, complete=True, members=("b", "c", "d")), 0),
+        (["+a", "!", "+b", "+c", "+d", "+e", "-a"], State(1, True, members=("b", "c", "d"), waiting=("e",)), 0),
         (["+a", "+b", "+c", "+d"], State(complete=True, members=("a", "b", "c"), waiting=("d",)), 0),  # a spare
         (["+a", "+b", "+c", "+d", "-b"], State(complete=True, members=("a", "c"), waiting=("d",)), 1),
         (["+a", "!", "-a"], State(round=1), 0),
@@ -63,12 +65,12 @@ def test_members_are_bounded_and_nobody_is_twice() -> None:
         if what == 0:
             state = joined(state, node, MOST)
         elif what == 1:
-            state = left(state, {node, dice.choice("abcdef")})
+            state = left(state, {node, dice.choice("abcdef")}, MOST)
         elif state.members:
             state = completed(state)
         assert len(state.members) <= MOST
         assert len({*state.nodes}) == len(state.nodes)
         assert state.round in (before.round, before.round + 1)
         assert state.members or not state.complete
-        if before.complete and state.complete:
+        if before.complete and state.round == before.round:
             assert {*state.members} <= {*before.members}

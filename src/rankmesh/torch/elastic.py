@@ -181,7 +181,7 @@ class Rendezvous:
         """As it was not long ago, without nodes that are dead."""
         if monotonic() >= self._next_look:
             dead = self._dead(self._change(lambda state: state))
-            self._change(lambda state: left(state, dead))
+            self._change(lambda state: left(state, dead, self.settings.most))
         return self._state
 
     def _change(self, change: Callable[[State], State]) -> State:
@@ -267,10 +267,11 @@ class Rendezvous:
             pause = min(2 * pause, longest)
 
     def _leave(self) -> State:
-        return self._change(lambda state: left(state, {self.node}))
+        return self._change(lambda state: left(state, {self.node}, self.settings.most))
 
     def _enter(self, dead: set[str]) -> State:
-        return self._change(lambda state: joined(left(state, dead), self.node, self.settings.most))
+        most = self.settings.most
+        return self._change(lambda state: joined(left(state, dead, most), self.node, most))
 
     def _begin(self, seen: State) -> State:
         return self._change(lambda state: completed(state) if state == seen else state)

@@ -3,8 +3,8 @@
 1. A round is open, and nodes join it, until it is complete: full, or long enough with as many nodes as are needed.
    Its members then have ranks: they are in order.
 2. Who comes to a complete round waits for the next. The members hear of it (`late`), and leave the round one after the
-   other, to join the next; when the last has left, or is dead, the next round is open. Where a round is full, those
-   who wait are spares, and nobody is disturbed.
+   other, to join the next; when the last has left, or is dead, the next round is open, and those who waited are in it.
+   Where a round is full, they are spares, and nobody is disturbed.
 3. Closed is for ever.
 
 A change is a function of a state. Agents apply it by compare-and-set, and again where another was faster.
@@ -47,14 +47,14 @@ def completed(state: State) -> State:
     return msgspec.structs.replace(state, complete=True, members=tuple(sorted(state.members)))
 
 
-def left(state: State, nodes: Collection[str]) -> State:
+def left(state: State, nodes: Collection[str], most: int) -> State:
     """`nodes` left, or are dead."""
     members = tuple(one for one in state.members if one not in nodes)
     waiting = tuple(one for one in state.waiting if one not in nodes)
-    over = state.complete and not members
-    return msgspec.structs.replace(
-        state, members=members, waiting=waiting, complete=state.complete and not over, round=state.round + over
-    )
+    if members or not state.complete:
+        return msgspec.structs.replace(state, members=members, waiting=waiting)
+    opened = State(state.round + 1, closed=state.closed, members=waiting[:most], waiting=waiting[most:])
+    return completed(opened) if len(opened.members) == most else opened
 
 
 def closed(state: State) -> State:
