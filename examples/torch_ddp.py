@@ -1,8 +1,12 @@
-"""DistributedDataParallel over rankmesh. Nothing in it is rankmesh's but the name of the backend.
+"""DistributedDataParallel over rankmesh. Nothing in it is rankmesh's but the name of the backend, and, if you like,
 
-torchrun --nproc-per-node 2 examples/torch_ddp.py
-rankmesh run -n 2 examples/torch_ddp.py --compress int8       # gradients travel in a quarter of the bytes
-rankmesh run -n 2 examples/torch_ddp.py --backend gloo        # the same losses, to the last digit
+    rankmesh.torch.compress(model, "int8")
+
+by which gradients travel in a quarter of the bytes.
+
+    torchrun --nproc-per-node 2 examples/torch_ddp.py
+    rankmesh run -n 2 examples/torch_ddp.py --compress int8
+    rankmesh run -n 2 examples/torch_ddp.py --backend rankmesh gloo     # with each in turn: the same losses
 """
 
 from __future__ import annotations
@@ -19,18 +23,12 @@ import rankmesh.torch
 STEPS = 30
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--backend", default="rankmesh")
-    parser.add_argument("--compress", choices=["fp16", "bf16", "int8", "topk", "randomk"])
-    arguments = parser.parse_args()
-
-    torch.set_num_threads(1)
-    dist.init_process_group(arguments.backend)
+def train(backend: str, compression: str | None) -> None:
+    dist.init_process_group(backend)
     torch.manual_seed(0)  # the same weights on all ranks, and data of its own on each
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)))
-    if arguments.compress:
-        rankmesh.torch.compress(model, arguments.compress)
+    if compression is not None:
+        rankmesh.torch.compress(model, compression)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
     data = torch.Generator().manual_seed(1 + dist.get_rank())
 
@@ -41,11 +39,17 @@ def main() -> None:
         loss.backward()
         optimiser.step()
         if step % 10 == 9:
-            dist.all_reduce(loss.detach_(), op=dist.ReduceOp.SUM)
+            dist.all_reduce(loss.detach_())
             if dist.get_rank() == 0:
-                print(f"step {step + 1}: loss {loss.item() / dist.get_world_size():.9f}")
+                print(f"{backend}, step {step + 1}: loss {loss.item() / dist.get_world_size():.9f}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", nargs="+", default=["rankmesh"])
+    parser.add_argument("--compress", choices=["fp16", "bf16", "int8", "topk", "randomk"])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.backend:
+        train(name, arguments.compress)

@@ -115,10 +115,11 @@ def test_weight_push() -> None:
 
 @needs_torch
 def test_torch_ddp_has_the_losses_of_gloo() -> None:
-    losses = launch(2, "torch_ddp.py")
-    assert [line.split(":")[0] for line in losses] == ["[0] step 10", "[0] step 20", "[0] step 30"]
-    assert float(losses[-1].split()[-1]) < 0.1
-    assert launch(2, "torch_ddp.py", "--backend", "gloo") == losses
+    lines = launch(2, "torch_ddp.py", "--backend", "rankmesh", "gloo")
+    gloo, ours = lines[:3], lines[3:]
+    assert [line.partition(": ")[0] for line in ours] == [f"[0] rankmesh, step {step}" for step in (10, 20, 30)]
+    assert float(ours[-1].split()[-1]) < 0.1
+    assert [line.replace("gloo", "rankmesh") for line in gloo] == ours
 
 
 @needs_torch

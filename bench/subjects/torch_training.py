@@ -20,7 +20,7 @@ WIDTHS = (1024, 3072, 3072, 3072, 1024)
 #: A batch is small enough for communication to count, as where a model is trained by many ranks.
 BATCH = 16
 BATCHES = 8
-RATE = 0.01
+RATE = 0.5
 
 
 class Ddp(Trainer):
@@ -67,7 +67,7 @@ class Ddp(Trainer):
         self.optimiser.zero_grad()
         loss.backward()
         self.optimiser.step()
-        return float(loss)
+        return float(loss.detach())
 
     def alone(self) -> AbstractContextManager[None]:
         return self.model.no_sync()
