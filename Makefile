@@ -1,6 +1,7 @@
 # make demo      4 ranks on this machine show what works
 # make test      lint, types, all tests: what CI runs
 # make test-312  all tests under Python 3.12 (test-313: 3.13), in an environment of its own
+# make conformance  torch's own tests of distributed backends, unmodified, against rankmesh; some minutes
 # make soak      the long forms of the tests: 20,000 messages from 64 threads, 20 s of computing, …
 # make fuzz      some minutes of fuzzing: the parsers, then a live endpoint over a socket, then RPC
 # make bench     rankmesh beside bare sockets, gloo, MPICH and ZeroMQ, in one run (installs them into .venv-bench)
@@ -17,7 +18,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-312 test-313 lint pytest soak fuzz bench bench-shm bench-rpc bench-memory \
+.PHONY: demo test test-312 test-313 lint pytest conformance soak fuzz bench bench-shm bench-rpc bench-memory \
     bench-collectives bench-ddp format clean debian-python debian-ip debian-mooncake
 # Where the environment forbids it, each of the many processes that the tests start would compile rankmesh anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -43,6 +44,9 @@ lint: $(VENV)/installed-dev
 
 test-312 test-313: test-3%:
 	@python=$$(scripts/find-python 3.$*) && $(MAKE) --no-print-directory pytest VENV=.venv-3.$* PYTHON="$$python"
+
+conformance: $(VENV)/installed-dev
+	$(BIN)/python tests/torch/conformance.py $(ARGS)
 
 soak: debian-ip $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m soak $(ARGS)

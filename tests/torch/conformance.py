@@ -15,7 +15,6 @@ import sys
 import tempfile
 import unittest
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -43,7 +42,6 @@ class Result(NamedTuple):
 def load(world_size: int = 3) -> type[unittest.TestCase]:
     """The tests, as a class. Once per process: torch's module reads the environment when it is imported."""
     os.environ.update(ENVIRONMENT, WORLD_SIZE=str(world_size))
-    os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="rankmesh-conformance-"))
     import torch
     from torch.testing._internal.common_distributed import DistTestCases
 
@@ -57,20 +55,18 @@ def load(world_size: int = 3) -> type[unittest.TestCase]:
     class Conformance(TestDistBackend, DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         """torch's tests, on forked ranks that write to a file of their own."""
 
-        output: Path
+        output = tempfile.TemporaryFile("a+")  # noqa: SIM115  # as long as the process
 
         def setUp(self) -> None:
             super().setUp()
-            Conformance.output = Path(os.environ["TEMP_DIR"]) / "output.txt"
-            Conformance.output.write_text("")
+            self.output.truncate(0)
             sys.stdout.flush()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
         @classmethod
         def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
-            with cls.output.open("a") as output:
-                for descriptor in (1, 2):
-                    os.dup2(output.fileno(), descriptor)
+            for descriptor in (1, 2):
+                os.dup2(cls.output.fileno(), descriptor)
             super()._run(rank, test_name, file_name, pipe, **kwargs)
 
     return Conformance
@@ -100,8 +96,8 @@ def run(suite: type[unittest.TestCase], chosen: Sequence[str]) -> Iterator[Resul
             yield Result(name, "passed", "", seconds)
         else:
             trace = (result.failures + result.errors)[0][1]
-            written = suite.output.read_text(errors="replace")  # type: ignore[attr-defined]
-            yield Result(name, "failed", f"{trace}\n{written}", seconds)
+            suite.output.seek(0)  # type: ignore[attr-defined]
+            yield Result(name, "failed", f"{trace}\n{suite.output.read()}", seconds)  # type: ignore[attr-defined]
 
 
 def main() -> int:

@@ -31,7 +31,8 @@ def all_reduce(group: Group, tensor: Tensor, op: str, timeout: float) -> None:
     total = torch.sparse_coo_tensor(indices, values, entries.shape).coalesce()
     if op == "avg":
         total /= group.size
-    tensor.detach().copy_(total)
+    with torch.no_grad():  # not into `tensor.detach()`, which shares entries, but not that there are others now
+        tensor.copy_(total)
 
 
 def _gathered(group: Group, rows: Tensor, counts: list[int], timeout: float) -> Tensor:

@@ -89,8 +89,9 @@ class Verbs:
         )
 
     def allreduce(self, tensors: Any, opts: Any = None, **short: Any) -> Work:
-        opts = options(c10d.AllreduceOptions, opts, short)
-        tensor = only(tensors)
+        return self._all_reduce(only(tensors), options(c10d.AllreduceOptions, opts, short))
+
+    def _all_reduce(self, tensor: Tensor, opts: Any) -> Work:
         if tensor.layout is not torch.strided:
             return self._sparse(tensor, opts)
         target = Target(tensor, filled=True)
@@ -111,7 +112,7 @@ class Verbs:
         """Tensors of one dtype as one; others one by one."""
         opts = options(c10d.AllreduceCoalescedOptions, opts, {})
         if len({tensor.dtype for tensor in tensors}) != 1 or any(t.layout is not torch.strided for t in tensors):
-            return self._each([self.allreduce([tensor], opts) for tensor in tensors], list(tensors))
+            return self._each([self._all_reduce(tensor, opts) for tensor in tensors], list(tensors))
         target = Targets(tensors, filled=True)
         return self._run(
             self.group.all_reduce,
