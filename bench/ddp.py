@@ -1,6 +1,6 @@
 """torch.distributed over rankmesh beside gloo and beside rankmesh's own calls, in one run. See bench/README.md.
 
-    python bench/ddp.py                          # some four minutes
+    python bench/ddp.py                          # some five minutes
     python bench/ddp.py --quick                  # does it work: few repetitions, figures not to be quoted
     python bench/ddp.py --measures ddp-2,ddp-4 --rounds 3
 
@@ -102,8 +102,8 @@ def losses(results: Sequence[Result]) -> Iterator[str]:
         )
         verdict = "PASS" if apart <= SAME_LOSS else "MISS"
         yield (
-            f"Losses of DDP, {plan.ranks} ranks, {STEPS} steps, all rounds of {' and '.join(sorted(subjects))}: "
-            f"{apart:.1e} apart at most (target ≤ {SAME_LOSS:.0e}): {verdict}"
+            f"Losses of DDP, {plan.ranks} ranks, {STEPS} steps from {runs[0][0]:.4f} to {runs[0][-1]:.4f}, all rounds of "
+            f"{' and '.join(sorted(subjects))}: {apart:.1e} apart at most (target ≤ {SAME_LOSS:.0e}): {verdict}"
         )
 
 

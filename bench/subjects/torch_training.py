@@ -20,7 +20,7 @@ WIDTHS = (1024, 3072, 3072, 3072, 1024)
 #: A batch is small enough for communication to count, as where a model is trained by many ranks.
 BATCH = 16
 BATCHES = 8
-RATE = 0.5
+RATE = 5.0
 
 
 class Ddp(Trainer):
