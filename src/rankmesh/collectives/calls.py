@@ -22,6 +22,14 @@ _DIGEST_BITS: Final = 22
 _SEQUENCE_BITS: Final = 39
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTS: Final = os.path.join(_PACKAGE, "testing") + os.sep
+#: Folders whose code is not a user's.
+_passed_over: tuple[str, ...] = (_PACKAGE,)
+
+
+def pass_over(folder: str) -> None:
+    """A library through which users call collectives: errors name who called the library."""
+    global _passed_over  # noqa: PLW0603  # one per process, like the code it speaks of
+    _passed_over = (*_passed_over, os.path.join(folder, ""))
 
 
 class Signature(NamedTuple):
@@ -75,10 +83,10 @@ class Call:
 
 
 def _users_frame(frame: FrameType) -> FrameType:
-    """The innermost, from this one on, of code that is not rankmesh's own."""
+    """The innermost, from this one on, of code that is a user's."""
     while frame.f_back is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_PACKAGE) or path.startswith(_TESTS):
+        if not path.startswith(_passed_over) or path.startswith(_TESTS):
             break
         frame = frame.f_back
     return frame

@@ -45,6 +45,13 @@ def source(tensor: Tensor) -> Tensor:
     return tensor.view(-1)
 
 
+def in_place(tensor: Tensor) -> Any:
+    """The array over its memory, of its shape; None: it is to be staged, or numpy does not have its dtype."""
+    if tensor.dtype in _NUMPY and lies_flat(tensor) and not tensor.requires_grad:
+        return tensor.numpy()
+    return None
+
+
 class Target:
     """A tensor that is written to: `flat` is where, `conclude` puts it in place (None: it is there)."""
 

@@ -24,7 +24,7 @@ from rankmesh.errors import UsageError
 from rankmesh.group import Group
 from rankmesh.torch import sparse
 from rankmesh.torch.operations import name_of, options
-from rankmesh.torch.staging import Conclude, Target, Targets, native, source, together
+from rankmesh.torch.staging import Conclude, Target, Targets, in_place, native, source, together
 from rankmesh.torch.work import Work
 
 _NO_TIME: Final = timedelta(0)
@@ -71,7 +71,7 @@ class Verbs:
         return self._begun(verb(*args, **keywords, timeout=timeout, async_op=True), outputs, conclude)
 
     def _begun(self, part: Any, outputs: Any, conclude: Conclude | None = None) -> Work:
-        work = Work((part,), outputs, (conclude,))
+        work = Work((part,), outputs, () if conclude is None else (conclude,))
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -94,11 +94,12 @@ class Verbs:
     def _all_reduce(self, tensor: Tensor, opts: Any) -> Work:
         if tensor.layout is not torch.strided:
             return self._sparse(tensor, opts)
-        target = Target(tensor, filled=True)
-        op = name_of(opts.reduceOp)
-        return self._run(
-            self.group.all_reduce, native(target.flat), op, opts=opts, outputs=[tensor], conclude=target.conclude
-        )
+        op, conclude = name_of(opts.reduceOp), None
+        array = in_place(tensor)
+        if array is None:
+            target = Target(tensor, filled=True)
+            array, conclude = native(target.flat), target.conclude
+        return self._run(self.group.all_reduce, array, op, opts=opts, outputs=[tensor], conclude=conclude)
 
     def _sparse(self, tensor: Tensor, opts: Any) -> Work:
         """At once: it takes several collectives, between which no other of this rank's may come."""

@@ -28,18 +28,18 @@ from rankmesh.torch.staging import Conclude
 class Work(c10d.Work):
     """What the calls of a process group return."""
 
+    # Defaults on the class: what is done at once never sets them.
+    concludes: Sequence[Conclude] = ()
     _future: Future | None = None
     _lock: threading.Lock | None = None
 
-    def __init__(
-        self, parts: Sequence[endpoint.Work[Any]], outputs: Any, concludes: Sequence[Conclude | None] = ()
-    ) -> None:
+    def __init__(self, parts: Sequence[endpoint.Work[Any]], outputs: Any, concludes: Sequence[Conclude] = ()) -> None:
         """`concludes`: what is left to do when all parts have ended well."""
         super().__init__()
         self.parts = parts
         self._outputs = outputs
-        self.concludes = [conclude for conclude in concludes if conclude is not None]
-        if self.concludes:
+        if concludes:
+            self.concludes = concludes
             self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -55,9 +55,9 @@ class Work(c10d.Work):
         """Once, and whoever comes second comes back when it is done."""
         assert self._lock is not None
         with self._lock:
-            while self.concludes:
-                self.concludes[0]()
-                self.concludes.pop(0)
+            for conclude in self.concludes:
+                conclude()
+            self.concludes = ()
 
     def synchronize(self) -> None:
         self.wait()

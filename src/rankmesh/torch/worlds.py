@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakSet
@@ -22,7 +23,8 @@ from weakref import WeakSet
 import torch
 from torch import distributed as dist
 
-from rankmesh.errors import RankmeshError
+from rankmesh.collectives.calls import pass_over
+from rankmesh.errors import DeadlineError, RankmeshError
 from rankmesh.group import Group
 from rankmesh.mesh import Mesh
 from rankmesh.torch.meeting import meet_at
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
 logger = logging.getLogger("rankmesh")
+
+pass_over(os.path.dirname(torch.__file__))  # errors name the line of the program, not torch's
 
 #: Seconds for goodbyes at the interpreter's end, where a process group was not destroyed.
 _PARTING: Final = 1.0
@@ -48,12 +52,16 @@ class Place(NamedTuple):
         return self.group is self.mesh
 
     def close(self) -> None:
-        """Let what was sent leave, and say goodbye."""
-        if self.owns_mesh:
-            _open.discard(self.mesh)
-            self.mesh.close()
-        else:
+        """Let what was sent leave, and say goodbye. What nobody received is given up: an error would keep torch from
+        forgetting its groups."""
+        if not self.owns_mesh:
             self.group.close()
+            return
+        _open.discard(self.mesh)
+        try:
+            self.mesh.close()
+        except DeadlineError as error:
+            logger.warning("A process group was destroyed with messages under way: %s", error)
 
     def abort(self) -> None:
         """End what is under way at once."""
