@@ -102,7 +102,7 @@ def losses(results: Sequence[Result]) -> Iterator[str]:
         )
         verdict = "PASS" if apart <= SAME_LOSS else "MISS"
         yield (
-            f"Losses of DDP, {plan.ranks} ranks, {STEPS} steps from {runs[0][0]:.4f} to {runs[0][-1]:.4f}, all rounds of "
+            f"Losses of DDP, {plan.ranks} ranks, {STEPS} steps, {runs[0][0]:.4f} to {runs[0][-1]:.4f}, all rounds of "
             f"{' and '.join(sorted(subjects))}: {apart:.1e} apart at most (target ≤ {SAME_LOSS:.0e}): {verdict}"
         )
 
