@@ -79,7 +79,7 @@ class Compression:
         buffer = bucket.buffer()
         target = Target(buffer, filled=True)
         part = self.group.all_reduce(native(target.flat), "avg", compression=compressor, async_op=True)
-        return Work((part,), buffer, (target.conclude,))
+        return Work((part,), buffer, () if target.conclude is None else (target.conclude,))
 
     def _compressor_of(self, index: int, parameters: list[torch.Tensor]) -> Compressor:
         known = self._buckets.get(index)
