@@ -9,6 +9,7 @@
 # make bench-rpc calls beside gRPC's, RPyC's, ZeroMQ's and torch's
 # make bench-memory one-sided memory beside Mooncake's and MPICH's
 # make bench-collectives  collectives of 2 and 4 ranks beside MPICH's and gloo's
+# make bench-ddp DDP's steps and all_reduce by torch, over rankmesh and over gloo
 # make format    rewrite the sources as ruff formats them
 # make clean     remove the environments and caches
 #
@@ -18,8 +19,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: demo test test-312 test-313 lint pytest pytest-pure conformance soak fuzz bench bench-shm bench-rpc \
-    bench-memory \
-    bench-collectives format clean debian-python debian-ip debian-mooncake
+    bench-memory bench-collectives bench-ddp format clean debian-python debian-ip debian-mooncake
 # Where the environment forbids it, each of the many processes that the tests start would compile rankmesh anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -81,6 +81,9 @@ bench-memory: .venv-bench/installed debian-mooncake
 
 bench-collectives: .venv-bench/installed
 	.venv-bench/bin/python bench/collectives.py $(ARGS)
+
+bench-ddp: .venv-bench/installed
+	.venv-bench/bin/python bench/ddp.py $(ARGS)
 
 .venv-bench/installed: pyproject.toml bench/requirements.txt | debian-python
 	@python=$(PYTHON) || exit; echo "Making .venv-bench with $$python" && "$$python" -m venv .venv-bench

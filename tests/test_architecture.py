@@ -45,7 +45,7 @@ SHARED = {"L0 ground"}
 EXEMPT = "rankmesh.testing"
 
 PURE = (
-    "rankmesh.wire", "rankmesh.endpoint.matching", "rankmesh.endpoint.lanes",
+    "rankmesh.wire", "rankmesh.endpoint.matching", "rankmesh.endpoint.lanes", "rankmesh.torch.rounds",
     *(f"rankmesh.collectives.{name}" for name in (
         "plan", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling", "binomial", "kary", "bruck",
         "neighbour", "pairwise", "dissemination", "direct", "scatter_gather", "hierarchical", "scan", "simulator",

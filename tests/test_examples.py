@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from timing import scaled
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DEADLINE = 40.0
+needs_torch = pytest.mark.skipif(
+    find_spec("torch") is None, reason="torch is not installed: pip install 'rankmesh[torch]'"
+)
 
 
 def run(*words: str) -> list[str]:
@@ -22,8 +26,8 @@ def run(*words: str) -> list[str]:
     return sorted(result.stdout.splitlines())
 
 
-def launch(size: int, example: str) -> list[str]:
-    return run("-m", "rankmesh", "run", "-n", str(size), str(EXAMPLES / example))
+def launch(size: int, example: str, *arguments: str) -> list[str]:
+    return run("-m", "rankmesh", "run", "-n", str(size), str(EXAMPLES / example), *arguments)
 
 
 def test_all_examples_are_tested() -> None:
@@ -34,6 +38,10 @@ def test_all_examples_are_tested() -> None:
         "rpc_server.py",
         "kv_handover.py",
         "weight_push.py",
+        "torch_ddp.py",
+        "torch_fsdp2.py",
+        "torch_dtensor.py",
+        "torch_checkpoint.py",
     }
 
 
@@ -103,3 +111,35 @@ def test_weight_push() -> None:
         "[1] actor 1 followed to version 5; no weights were mixed",
         "[2] actor 2 followed to version 5; no weights were mixed",
     ]
+
+
+@needs_torch
+def test_torch_ddp_has_the_losses_of_gloo() -> None:
+    lines = launch(2, "torch_ddp.py", "--backend", "rankmesh", "gloo")
+    gloo, ours = lines[:3], lines[3:]
+    assert [line.partition(": ")[0] for line in ours] == [f"[0] rankmesh, step {step}" for step in (10, 20, 30)]
+    assert float(ours[-1].split()[-1]) < 0.1
+    assert [line.replace("gloo", "rankmesh") for line in gloo] == ours
+
+
+@needs_torch
+def test_torch_fsdp2() -> None:
+    assert launch(2, "torch_fsdp2.py") == [
+        "[0] rank 0 holds 6305 of 12545 numbers; its loss fell: True",
+        "[1] rank 1 holds 6240 of 12545 numbers; its loss fell: True",
+    ]
+
+
+@needs_torch
+def test_torch_dtensor() -> None:
+    assert launch(2, "torch_dtensor.py") == [
+        f"[{rank}] rank {rank}: (96, 64) @ (64, 64) is P(sum), then (48, 64); right: True" for rank in range(2)
+    ]
+
+
+@needs_torch
+def test_torch_checkpoint(tmp_path: Path) -> None:
+    (saved,) = launch(4, "torch_checkpoint.py", "save", str(tmp_path))
+    (loaded,) = launch(2, "torch_checkpoint.py", "load", str(tmp_path))
+    assert saved.startswith("[0] save with 4 ranks; after one more step the weights add up to ")
+    assert loaded == saved.replace("save with 4", "load with 2")

@@ -96,6 +96,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command, shows", COMMANDS)
 def test_command(command: str, shows: list[str], folder: Path) -> None:
+    if command.startswith("torchrun"):
+        pytest.importorskip("torch", reason="torch is not installed: pip install 'rankmesh[torch]'")
     if "RANKMESH_TLS_CA" in command:
         run("rankmesh certs certs --name node0", folder, [])
     run(command, folder, shows)

@@ -8,7 +8,8 @@ from measures.copying import CopyRank
 from measures.crowd import CrowdRank
 from measures.messages import MessageRank
 from measures.together import TogetherRank
-from subjects.base import Caller, Collectives, Copier, Messenger, OneSided, Subject
+from measures.training import TrainingRank
+from subjects.base import Caller, Collectives, Copier, Messenger, OneSided, Subject, Trainer
 
 
 def measured(subject: Subject, rank: int, size: int) -> Rank:
@@ -22,6 +23,8 @@ def measured(subject: Subject, rank: int, size: int) -> Rank:
             return CrowdRank(subject, rank, size)
         case Collectives():
             return TogetherRank(subject, rank, size)
+        case Trainer():
+            return TrainingRank(subject, rank, size)
         case Copier():
             return CopyRank(subject, rank, size)
     raise TypeError(f"Nothing measures a {type(subject).__name__}: add its kind to bench/measures/__init__.py.")

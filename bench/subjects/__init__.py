@@ -83,6 +83,9 @@ ENTRIES: dict[str, Entry] = {
         Entry("rankmesh-bfloat16", "rankmesh, torch.bfloat16", "rankmesh_collectives:BFloat16"),
         Entry("mpi-collectives", "mpi4py + MPICH, shared memory", "mpi_collectives:MpiCollectives", mpiexec=True),
         Entry("gloo-collectives", "gloo (torch.distributed)", "gloo_collectives:GlooCollectives", env=GLOO),
+        Entry("rankmesh-torch", "torch.distributed over rankmesh", "torch_collectives:RankmeshTorch"),
+        Entry("rankmesh-ddp", "DDP over rankmesh", "torch_training:RankmeshDdp"),
+        Entry("gloo-ddp", "DDP over gloo", "torch_training:Ddp", env=GLOO),
         Entry("torch-rpc", "torch.distributed.rpc", "torch_rpc:TorchRpc", env=TORCH_RPC),
         Entry("torch-rpc-tcp", "torch.distributed.rpc, TCP only", "torch_rpc:TorchRpcTcp", env=TORCH_RPC),
     )

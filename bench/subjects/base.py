@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,27 @@ class AllReduceOnly(Collectives):
 
     def _none(self) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} stands for an all_reduce and nothing else.")
+
+
+class Trainer(Subject):
+    """Trains a model on all ranks, each with data of its own."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> int:
+        """How many numbers the model has, in float32."""
+
+    @abstractmethod
+    def reset(self, learning: bool) -> None:
+        """Begin again with the weights of the beginning; without `learning`, steps will leave them as they are."""
+
+    @abstractmethod
+    def step(self, number: int) -> float:
+        """One step on batch `number`; its loss on this rank."""
+
+    @abstractmethod
+    def alone(self) -> AbstractContextManager[None]:
+        """Steps within have no communication."""
 
 
 class Caller(Subject):

@@ -12,10 +12,13 @@ from subjects.base import HOST, OPEN_TIMEOUT, Bytes, Messenger, Verb
 
 
 class Gloo(Messenger):
+    #: Of torch.distributed.
+    backend = "gloo"
+
     def open(self, rank: int, size: int, port: int) -> None:
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo",
+            self.backend,
             init_method=f"tcp://{HOST}:{port}",
             rank=rank,
             world_size=size,

@@ -12,9 +12,14 @@ from subjects.gloo import Gloo
 
 
 class GlooCollectives(Collectives):
+    started: Gloo
+
     def open(self, rank: int, size: int, port: int) -> None:
-        self.started = Gloo()
+        self.started = self.library()
         self.started.open(rank, size, port)
+
+    def library(self) -> Gloo:
+        return Gloo()
 
     def close(self) -> None:
         self.started.close()

@@ -56,6 +56,32 @@ def test_claim_is_for_the_first(store: StoreClient) -> None:
     assert store.get("rank/0", timeout=SOON) == b"me"
 
 
+def test_swap_needs_the_expected_value(store: StoreClient) -> None:
+    assert store.swap("state", b"", b"1") is None
+    store.set("state", b"1")
+    assert store.swap("state", b"0", b"2") == b"1"
+    assert store.swap("state", b"1", b"2") == b"2"
+    assert store.get("state", timeout=SOON) == b"2"
+
+
+def test_swaps_of_many_are_one_after_the_other() -> None:
+    with clients(4) as (_, stores):
+        stores[0].set("n", b"0")
+
+        def count(client: StoreClient, name: str) -> None:
+            for _ in range(25):
+                found: bytes | None = client.get("n", timeout=SOON)
+                wanted = None
+                while found != wanted:
+                    assert found is not None
+                    expected, wanted = found, b"%d %s" % (int(found.split()[0]) + 1, name.encode())
+                    found = client.swap("n", expected, wanted)
+
+        for call in [Call(count, client, str(at)) for at, client in enumerate(stores)]:
+            call.result()
+        assert stores[0].get("n", timeout=SOON).split()[0] == b"100"
+
+
 def test_only_one_of_many_claims_succeeds() -> None:
     with clients(6) as (_, stores):
         calls = [Call(client.claim, "key", str(at).encode()) for at, client in enumerate(stores)]

@@ -37,6 +37,14 @@ class Set(msgspec.Struct, tag="set", frozen=True):
     claim: bool = False
 
 
+class Swap(msgspec.Struct, tag="swap", frozen=True):
+    """Set a key if its value is the expected one; the answer holds what is there in the end."""
+
+    key: str
+    expected: bytes
+    value: bytes
+
+
 class Add(msgspec.Struct, tag="add", frozen=True):
     """Add to a counter; the answer is its new value."""
 
@@ -62,7 +70,7 @@ class Keys(msgspec.Struct, tag="keys", frozen=True):
 
 
 T = TypeVar("T")
-Ask = Set | Add | Get | Delete | Keys
+Ask = Set | Swap | Add | Get | Delete | Keys
 
 _asks = msgspec.msgpack.Decoder(Ask)
 _encode = msgspec.msgpack.Encoder().encode
@@ -94,6 +102,11 @@ class StoreServer:
     def address(self) -> str:
         return self._endpoint.address
 
+    @property
+    def clients(self) -> int:
+        """How many are connected."""
+        return len(self._endpoint.peers)
+
     def close(self) -> None:
         self._endpoint.close()
 
@@ -104,7 +117,7 @@ class StoreServer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<StoreServer at {self.address}: {len(self._values)} keys, {len(self._endpoint.peers)} clients>"
+        return f"<StoreServer at {self.address}: {len(self._values)} keys, {self.clients} clients>"
 
     # ------------------------------------------------------------------ with the engine's lock
 
@@ -118,6 +131,8 @@ class StoreServer:
         match ask:
             case Set():
                 self._set(router, ident, ask)
+            case Swap(key, expected, value):
+                self._swap(router, ident, key, expected, value)
             case Add(key, amount):
                 self._add(router, ident, key, amount)
             case Get():
@@ -134,7 +149,13 @@ class StoreServer:
         elif self._put(ask.key, ask.value):
             _answer(router, ident, ask.value)
         else:
-            _answer(router, ident, f"the store is full ({STORE_BYTES} bytes)", failed=True)
+            _answer(router, ident, _full(), failed=True)
+
+    def _swap(self, router: PeerRouter, ident: int, key: str, expected: bytes, value: bytes) -> None:
+        if self._values.get(key) != expected or self._put(key, value):
+            _answer(router, ident, {key: self._values[key]} if key in self._values else {})
+        else:
+            _answer(router, ident, _full(), failed=True)
 
     def _add(self, router: PeerRouter, ident: int, key: str, amount: int) -> None:
         try:
@@ -145,7 +166,7 @@ class StoreServer:
         if self._put(key, b"%d" % value):
             _answer(router, ident, value)
         else:
-            _answer(router, ident, f"the store is full ({STORE_BYTES} bytes)", failed=True)
+            _answer(router, ident, _full(), failed=True)
 
     def _put(self, key: str, value: bytes) -> bool:
         old = self._values.get(key)
@@ -184,6 +205,10 @@ class StoreServer:
         _answer(waiter.router, waiter.ident, {key: self._values[key] for key in waiter.keys if key in self._values})
 
 
+def _full() -> str:
+    return f"the store is full ({STORE_BYTES} bytes)"
+
+
 def _answer(router: PeerRouter, ident: int, value: Any, failed: bool = False) -> None:
     body = value.encode() if failed else _encode(value)
     router.reply(ident, [memoryview(body)], len(body), failed)
@@ -203,6 +228,10 @@ class StoreClient:
     def claim(self, key: str, value: bytes, timeout: float | None = None) -> bytes:
         """Set the key unless it is there already; return what is there in the end."""
         return self._ask(Set(key, value, claim=True), bytes, timeout)
+
+    def swap(self, key: str, expected: bytes, value: bytes, timeout: float | None = None) -> bytes | None:
+        """Set the key if its value is the expected one; return what is there in the end, None for nothing."""
+        return self._ask(Swap(key, expected, value), dict[str, bytes], timeout).get(key)
 
     def add(self, key: str, amount: int, timeout: float | None = None) -> int:
         return self._ask(Add(key, amount), int, timeout)

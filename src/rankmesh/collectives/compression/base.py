@@ -40,6 +40,8 @@ class Memory:
         #: Left out of this rank's arrays; of the sums that it compressed for all.
         self.of_values: Array | None = None
         self.of_sums: Array | None = None
+        #: Where in the array the sums are that this rank compresses.
+        self.sums_begin = 0
         self.lock = threading.Lock()
 
 
@@ -117,6 +119,21 @@ class Compressor(ABC):
                 "Use compressor.named(name) with a name for each array."
             )
         return memory
+
+    def take(self, group: int) -> Array | None:
+        """Forget what this rank has left out of that group's arrays, and return it, as numbers that are to be added to
+        those of this rank: for arrays that are cut anew. None: nothing was left out. No call is under way."""
+        with self._lock:
+            memory = self._memories.pop(group, None)
+        if memory is None or memory.of_values is None:
+            return None
+        if memory.of_sums is not None:  # owed to the sum of all ranks, of which this rank's numbers are a part
+            memory.of_values[memory.sums_begin : memory.sums_begin + len(memory.of_sums)] += memory.of_sums
+        return memory.of_values
+
+    def give(self, group: int, values: Array) -> None:
+        """Let `values` (flat, float32) be what was left out of that group's arrays before the next call."""
+        self.memory(group, len(values)).of_values = values
 
     def __repr__(self) -> str:
         return f"<{self.signature}{'' if self.error_feedback else ', no error feedback'}>"

@@ -96,9 +96,10 @@ class _Job:
         if decoded is not None:
             memory.of_values = _left_out(values, decoded)
 
-    def encode_sum(self, total: Array, payload: Array) -> None:
-        """The same for the sum of a part."""
+    def encode_sum(self, total: Array, payload: Array, begin: int) -> None:
+        """The same for the sum of a part, which begins there."""
         memory = self._memory
+        memory.sums_begin = begin
         with memory.lock, np.errstate(all="ignore"):
             if memory.of_sums is not None:
                 np.add(total, memory.of_sums, out=total)
@@ -127,9 +128,10 @@ class _Adding:
 
     is_users = True
 
-    def __init__(self, job: _Job, count: int, others: int) -> None:
+    def __init__(self, job: _Job, begin: int, count: int, others: int) -> None:
         self.name = ""
         self._job = job
+        self._begin = begin
         self._total = np.empty(count, np.float32)
         self._others = self._missing = others
 
@@ -142,7 +144,7 @@ class _Adding:
             by.add(came, self._total, seed)
         self._missing -= 1
         if not self._missing:
-            self._job.encode_sum(self._total, out)
+            self._job.encode_sum(self._total, out, self._begin)
 
 
 def _in_parts(group: Running, job: _Job, options: Options) -> Any:
@@ -165,7 +167,7 @@ def _in_parts(group: Running, job: _Job, options: Options) -> Any:
                 by.decode(payload, total[end - count : end], job.seed)
             return job.deliver(total)
 
-    adding = _Adding(job, counts[rank], size - 1)
+    adding = _Adding(job, sum(counts[:rank]), counts[rank], size - 1)
     return group._run(chosen, Space(Part(payloads, lengths)), conclude, options, job.what, adding)
 
 
