@@ -1,5 +1,5 @@
 # make demo      4 ranks on this machine show what works
-# make test      lint, types, all tests: what CI runs
+# make test      lint and types, beside them what only computes, then all other tests: what CI runs
 # make test-312  all tests under Python 3.12 (test-313: 3.13), in an environment of its own
 # make conformance  torch's own tests of distributed backends, unmodified, against rankmesh; some minutes
 # make soak      the long forms of the tests: 20,000 messages from 64 threads, 20 s of computing, …

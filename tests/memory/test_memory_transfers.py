@@ -356,20 +356,20 @@ def test_cells_are_changed_one_after_the_other(sides: Sides) -> None:
     remote = sides.peer.open("kv")
 
     def swap() -> None:
-        for _ in range(50):
+        for _ in range(30):
             old = remote.fetch_add(0, 0)
             while (seen := remote.compare_and_swap(0, old, old + 1)) != old:
                 old = seen
 
-    calls = [Call(lambda: [remote.fetch_add(0, 1) for _ in range(200)]) for _ in range(4)]
+    calls = [Call(lambda: [remote.fetch_add(0, 1) for _ in range(100)]) for _ in range(4)]
     swaps = [Call(swap) for _ in range(2)]
     for _ in range(100):
         region.fetch_add(0, 1)
     olds = [old for call in calls for old in call.result()]
     for swapping in swaps:
         swapping.result()
-    assert len(set(olds)) == 800, "no two saw the same value"
-    assert region.array[0] == 4 * 200 + 2 * 50 + 100
+    assert len(set(olds)) == 400, "no two saw the same value"
+    assert region.array[0] == 4 * 100 + 2 * 30 + 100
 
 
 # --- notifications ----------------------------------------------------------------------------------------------------
