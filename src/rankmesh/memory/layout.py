@@ -82,21 +82,22 @@ class Pages:
     FEWEST: Final = 8
     LARGEST: Final = 64 * 1024
 
-    __slots__ = ("_aligned", "_flat", "_nbytes", "_starts")
+    __slots__ = ("_aligned", "_flat", "_starts", "each")
 
     def __init__(self, flat: memoryview, starts: np.ndarray[Any, np.dtype[np.intp]], nbytes: int) -> None:
         self._flat = flat
         self._starts = starts
-        self._nbytes = nbytes
+        #: Bytes of a page.
+        self.each = nbytes
         self._aligned: bool | None = None
 
     def __iter__(self) -> Iterator[memoryview]:
         starts = self._starts
-        return map(self._flat.__getitem__, map(slice, starts.tolist(), (starts + self._nbytes).tolist()))
+        return map(self._flat.__getitem__, map(slice, starts.tolist(), (starts + self.each).tolist()))
 
     def put(self, at: int, data: memoryview) -> None:
         """Put `data` at byte `at` of them all. The first and the last page may be met in part."""
-        nbytes, flat = self._nbytes, self._flat
+        nbytes, flat = self.each, self._flat
         page, within = divmod(at, nbytes)
         if within:
             start = int(self._starts[page]) + within
@@ -117,7 +118,7 @@ class Pages:
     def take(self, at: int, into: memoryview) -> int:
         """Copy whole pages from byte `at` of them all on. 0: they do not lie at multiples of their size, are too large
         for `into`, or there are no more."""
-        nbytes, flat = self._nbytes, self._flat
+        nbytes, flat = self.each, self._flat
         page = at // nbytes
         starts = self._starts[page : page + len(into) // nbytes]
         if self._aligned is None:
@@ -278,11 +279,17 @@ class Batch:
         """Take the pieces of a batch, all at once where they are plain: thousands are common. Views of them are made
         later, while the request is on its way."""
         pieces = list(pieces)
+        data: list[Any] = []
+        offsets: list[Any] = []
+        sizes: list[int] = []
         try:
-            data = [each for each, _ in pieces]
+            for each, offset in pieces:  # once through: to fetch thousands of objects costs more than the steps do
+                data.append(each)
+                offsets.append(offset)
+                sizes.append(each.nbytes)
             table = np.empty((len(data), 2), np.int64)
-            table[:, 0] = np.fromiter((operator.index(offset) for _, offset in pieces), np.int64, len(data))
-            table[:, 1] = [each.nbytes for each in data]
+            table[:, 0] = offsets if set(map(type, offsets)) == {int} else list(map(operator.index, offsets))
+            table[:, 1] = sizes
         except OverflowError:
             raise self._outside("pieces at offsets beyond 64 bits") from None
         except (
