@@ -7,6 +7,7 @@
 # make bench-shm the same inside one host: shared memory beside MPICH's, and beside a plain copy
 # make bench-rpc calls beside gRPC's, RPyC's, ZeroMQ's and torch's
 # make bench-memory one-sided memory beside Mooncake's and MPICH's
+# make bench-collectives  collectives of 2 and 4 ranks beside MPICH's and gloo's
 # make format    rewrite the sources as ruff formats them
 # make clean     remove the environments and caches
 #
@@ -15,8 +16,10 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-312 test-313 lint pytest soak fuzz bench bench-shm bench-rpc bench-memory format clean \
-    debian-python debian-ip debian-mooncake
+.PHONY: demo test test-312 test-313 lint pytest pytest-pure soak fuzz bench bench-shm bench-rpc bench-memory \
+    bench-collectives format clean debian-python debian-ip debian-mooncake
+# Where the environment forbids it, each of the many processes that the tests start would compile rankmesh anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -27,15 +30,26 @@ ARGS ?=
 demo: $(VENV)/installed
 	$(BIN)/rankmesh demo
 
+# What only computes is tested while ruff and mypy run, all other tests alone (tests/pure.py). With ARGS, one after the
+# other: which tests they select is not known here.
+ifeq ($(strip $(ARGS)),)
+test: debian-ip $(VENV)/installed-dev
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint pytest-pure
+	$(BIN)/python -m pytest --share rest
+else
 test: lint pytest
+endif
+
+pytest: debian-ip $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+pytest-pure: $(VENV)/installed-dev
+	$(BIN)/python -m pytest --share pure
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-pytest: debian-ip $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(ARGS)
 
 test-312 test-313: test-3%:
 	@python=$$(scripts/find-python 3.$*) && $(MAKE) --no-print-directory pytest VENV=.venv-3.$* PYTHON="$$python"
@@ -59,6 +73,9 @@ bench-rpc: .venv-bench/installed
 
 bench-memory: .venv-bench/installed debian-mooncake
 	.venv-bench/bin/python bench/memory.py $(ARGS)
+
+bench-collectives: .venv-bench/installed
+	.venv-bench/bin/python bench/collectives.py $(ARGS)
 
 .venv-bench/installed: pyproject.toml bench/requirements.txt | debian-python
 	@python=$(PYTHON) || exit; echo "Making .venv-bench with $$python" && "$$python" -m venv .venv-bench

@@ -246,6 +246,7 @@ class Plan:
     nbytes: int
     least: int
     most: int
+    ranks: int = 2
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from rich.markup import escape
@@ -30,6 +30,9 @@ BANDWIDTH = Figure("gb_per_s", "GB/s", higher_is_better=True)
 PER_SECOND = Figure("per_s", "1/s", higher_is_better=True)
 RATIO = Figure("ratio", "×", higher_is_better=True)
 OWNER_CPU = Figure("owner_percent", "%", higher_is_better=True)
+PER_CALL = Figure("us", "µs", higher_is_better=False)
+BUS = Figure("bus_gb_per_s", "GB/s", higher_is_better=True)
+ELEMENTS = Figure("gelements_per_s", "10⁹/s", higher_is_better=True)
 CPU = Figure("cpu_percent", "%", higher_is_better=False)
 
 
@@ -46,7 +49,8 @@ class Column:
 class Target:
     """One line of an issue's "What it must show": the subject's figure divided by the best of its references'.
 
-    Without references the figure itself is compared with `bound`.
+    Without references the figure itself is compared with `bound`. Over several sizes the worst of those that were
+    measured counts.
     """
 
     title: str
@@ -55,6 +59,8 @@ class Target:
     bound: float
     subject: str
     references: tuple[str, ...] = ()
+    #: Empty: the measure has one.
+    sizes: tuple[int, ...] = ()
 
     @property
     def bound_text(self) -> str:
@@ -96,10 +102,31 @@ def judge(targets: Iterable[Target], results: Sequence[Result]) -> list[Verdict]
     """A verdict for each target whose measure was run."""
     verdicts = []
     for target in targets:
-        by_subject = {result.subject: result for result in results if result.measure == target.measure}
-        if by_subject:
-            verdicts.append(_verdict(target, by_subject.get(target.subject), _best(target, by_subject)))
+        by_size: dict[int, dict[str, Result]] = {}
+        for result in results:
+            if result.measure == target.measure and (not target.sizes or result.nbytes in target.sizes):
+                by_size.setdefault(result.nbytes, {})[result.subject] = result
+        judged = {
+            nbytes: _verdict(target, by_subject.get(target.subject), _best(target, by_subject))
+            for nbytes, by_subject in by_size.items()
+        }
+        if judged:
+            verdicts.append(_worst(judged) if len(judged) > 1 else next(iter(judged.values())))
     return verdicts
+
+
+def _worst(judged: Mapping[int, Verdict]) -> Verdict:
+    """That of several sizes, with the size, and those that miss."""
+
+    def badness(nbytes: int) -> float:
+        value, target = judged[nbytes].value, judged[nbytes].target
+        return -math.inf if value is None else -value if target.figure.higher_is_better else value
+
+    worst = max(judged, key=badness)
+    missed = [size_text(nbytes) for nbytes, verdict in judged.items() if verdict.verdict == "MISS"]
+    where = f"at {', '.join(missed)}" if missed else judged[worst].reason
+    target = replace(judged[worst].target, title=f"{judged[worst].target.title}; worst at {size_text(worst)}")
+    return replace(judged[worst], target=target, reason=where)
 
 
 def _best(target: Target, by_subject: Mapping[str, Result]) -> Result | None:
@@ -151,6 +178,12 @@ def number(value: float | None) -> str:
         return "—"
     digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
     return f"{value:,.{digits}f}"
+
+
+def size_text(nbytes: int) -> str:
+    """8B, 32KiB, 64MiB"""
+    unit, name = next(((unit, name) for unit, name in ((2**20, "MiB"), (2**10, "KiB")) if nbytes >= unit), (1, "B"))
+    return f"{nbytes / unit:g}{name}"
 
 
 def with_unit(value: float | None, unit: str) -> str:

@@ -1,7 +1,7 @@
 """One invocation of a benchmark: its command line, its worlds, the order of events, the report.
 
-A benchmark (p2p.py, shm.py, rpc.py, memory.py) is a Bench: tables of what is measured, of whom, and what it must show.
-Nothing here fails because a figure is bad or a library is missing: the table says so.
+A benchmark (p2p.py, shm.py, rpc.py, memory.py, collectives.py) is a Bench: tables of what is measured, of whom, and
+what it must show. Nothing here fails because a figure is bad or a library is missing: the table says so.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from harness import Effort, Plan, Result, SubjectFailed, World, run_interleaved
-from report import Column, Target, as_json, judge, subjects_table, sweep_table, verdicts_table
+from report import Column, Target, as_json, judge, size_text, subjects_table, sweep_table, verdicts_table
 from subjects import ENTRIES
 
 SWEEP = "sweep"
@@ -42,7 +43,7 @@ class Bench:
 
     description: str
     issue: int
-    #: Measured side by side in pairs of pinned processes, with the subjects that take part.
+    #: Measured side by side in worlds of pinned processes, mostly pairs, with the subjects that take part.
     side_by_side: Mapping[Plan, tuple[str, ...]]
     columns: tuple[Column, ...]
     targets: tuple[Target, ...]
@@ -52,12 +53,24 @@ class Bench:
     sweep: tuple[str, ...] = ()
     #: Measured afterwards, in worlds of their own; a scenario returns nothing where its subjects were not asked for.
     scenarios: Mapping[str, Callable[[Session], Iterable[Result]]] = field(default_factory=dict)
+    #: Tables of another kind than columns make.
+    tables: Callable[[Sequence[Result], Mapping[str, str]], Iterator[Table]] = lambda results, notes: iter(())
+    #: Of a run that is not quick: (measures, sweep).
+    effort: tuple[Effort, Effort] = FULL
     #: Sentences below the tables.
     footnotes: Callable[[Sequence[Result]], Iterator[str]] = lambda _: iter(())
 
     @property
     def measures(self) -> tuple[str, ...]:
-        return (*(plan.measure for plan in self.side_by_side), *self.scenarios)
+        return (*dict.fromkeys(plan.measure for plan in self.side_by_side), *self.scenarios)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the measures that there are in several sizes."""
+        by_measure: dict[str, list[int]] = {}
+        for plan in self.side_by_side:
+            by_measure.setdefault(plan.measure, []).append(plan.nbytes)
+        return tuple(sorted({nbytes for sizes in by_measure.values() if len(sizes) > 1 for nbytes in sizes}))
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -78,6 +91,8 @@ class Session:
     subjects: Sequence[str]
     progress: Callable[[str], None]
     cores: Sequence[int]
+    #: Of the measures that there are in several.
+    sizes: Sequence[int] = ()
     results: list[Result] = field(default_factory=list)
     sweep: list[Result] = field(default_factory=list)
     #: By subject, in the order of the table: its version, or why it has no figures.
@@ -110,10 +125,17 @@ class Session:
         return worlds
 
     def _side_by_side(self) -> None:
+        for ranks in sorted({plan.ranks for plan in self.bench.side_by_side}):
+            self._worlds_of(ranks)
+
+    def _asked_for(self, plan: Plan) -> bool:
+        return plan.measure in self.measures and (plan.nbytes in self.sizes or plan.nbytes not in self.bench.sizes)
+
+    def _worlds_of(self, ranks: int) -> None:
         taking_part = {
             plan: [name for name in names if name in self.subjects]
             for plan, names in self.bench.side_by_side.items()
-            if plan.measure in self.measures
+            if plan.ranks == ranks and self._asked_for(plan)
         }
         swept = [name for name in self.bench.sweep if name in self.subjects] if SWEEP in self.measures else []
         with ExitStack() as stack:
@@ -121,7 +143,7 @@ class Session:
             for name in self.bench.subjects:
                 plans = [plan for plan, names in taking_part.items() if name in names]
                 if plans or name in swept:
-                    worlds.update(self.start_worlds(stack, plans, [name], 2, self.cores))
+                    worlds.update(self.start_worlds(stack, plans, [name], ranks, self.cores))
             for plan, names in taking_part.items():
                 present = {name: worlds[name] for name in names if name in worlds}
                 self.results.extend(run_interleaved(plan, self.effort, present, self.progress))
@@ -158,6 +180,8 @@ def print_report(console: Console, session: Session, about: dict[str, Any]) -> N
     for columns in (bench.columns, *bench.further_columns):
         if any(column.measure in session.measures for column in columns):
             console.print(subjects_table(title, columns, session.results, session.notes))
+    for table in bench.tables(session.results, session.notes):
+        console.print(table)
     if session.sweep:
         console.print(sweep_table(session.sweep))
     verdicts = judge(bench.targets, session.results)
@@ -192,6 +216,11 @@ def parse_arguments(bench: Bench) -> argparse.Namespace:
         parser.add_argument(option, type=listed(known), default=default, help=f"comma-separated, of {', '.join(known)}")
     if bench.sweep:
         parser.add_argument("--sweep", action="store_true", help="add round trips at 8 B … 64 MiB")
+    if bench.sizes:
+        sizes = {size_text(nbytes): nbytes for nbytes in bench.sizes}
+        parser.add_argument(
+            "--sizes", type=listed(tuple(sizes)), default=list(sizes), help=f"comma-separated, of {', '.join(sizes)}"
+        )
     parser.add_argument("--rounds", type=int, help="rounds of each measure")
     parser.add_argument("--seconds", type=float, help="length of a round")
     parser.add_argument(
@@ -205,7 +234,7 @@ def main(bench: Bench) -> None:
     console = Console(stderr=arguments.json == "-")
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    effort, sweep_effort = QUICK if arguments.quick else FULL
+    effort, sweep_effort = QUICK if arguments.quick else bench.effort
     effort = replace(effort, rounds=arguments.rounds or effort.rounds, seconds=arguments.seconds or effort.seconds)
     measures = [*arguments.measures, *([SWEEP] if bench.sweep and arguments.sweep else [])]
     cores = pick_cores()
@@ -214,6 +243,8 @@ def main(bench: Bench) -> None:
         session = Session(
             bench, effort, sweep_effort, arguments.quick, measures, arguments.subjects, status.update, cores
         )
+        if bench.sizes:
+            session.sizes = [nbytes for nbytes in bench.sizes if size_text(nbytes) in arguments.sizes]
         session.measure()
     print_report(console, session, about)
     if arguments.json:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import secrets
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from leaks import mark_this_run, no_leaks
+from nursery import nursery
+from pure import in_share
 from timing import scaled
+
+__all__ = ["nursery"]
 
 #: Seconds (scaled) after which a test hangs. Another limit for one test: @pytest.mark.timeout(scaled(120)).
 HANG = 60.0
@@ -19,6 +26,22 @@ HANG = 60.0
 # in the report's header the whole run.
 settings.register_profile("rankmesh", deadline=None, print_blob=True, derandomize=False)
 settings.load_profile("rankmesh")
+
+
+# For the hundreds of processes that the tests start: when numpy is imported, its OpenBLAS makes a thread per core, and
+# that costs more CPU time than all the rest of the import. Nothing here multiplies matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", choices=["pure", "rest"], help="only part of the tests: see tests/pure.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    share: str | None = config.getoption("--share")
+    if share is None or not collection_path.name.startswith("test_") or in_share(collection_path, share):
+        return None
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its options
@@ -39,6 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(scaled(HANG)))
+
+
+def pytest_collection_finish() -> None:
+    """Each test ends with a collection, which need not walk through all that was imported: torch alone has 200,000
+    objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

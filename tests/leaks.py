@@ -49,6 +49,8 @@ def descriptors() -> State:
     return found
 
 
+#: PF_KTHREAD of a process's flags. Kernel threads have no environment to be known by.
+_KERNEL_THREAD = 0x200000
 #: Processes found not to be ours. They never become so, and looking at all of them again takes longer than most tests.
 _foreign: set[str] = set()
 
@@ -72,8 +74,8 @@ def processes() -> State:
 
 
 def _describe_if_ours(entry: Path) -> str | None:
-    state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-    if int(parent) != os.getpid() and not _is_marked(entry):
+    state, parent, *_, flags = (entry / "stat").read_text().rpartition(")")[2].split()[:7]
+    if int(flags) & _KERNEL_THREAD or (int(parent) != os.getpid() and not _is_marked(entry)):
         return None
     command = (entry / "cmdline").read_bytes() or (entry / "comm").read_bytes()
     words = command.replace(b"\0", b" ").decode(errors="replace").strip()

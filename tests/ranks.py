@@ -4,8 +4,10 @@
         ranks.hear(2)                           # what rank 2 said by talk.send(…)
         ranks.signal(3, SIGKILL)
 
+    run_ranks(4, fn, config)                    # fn(mesh, *args) runs in each process; the results by rank
+
 A body is a function of a module. The processes are forked from a server that has imported rankmesh and holds nothing
-else (the fixture `nursery`): they are fresh, and start in a tenth of the time. Times that ranks report are
+else (tests/nursery.py): they are fresh, and start in a tenth of the time. Times that ranks report are
 `time.monotonic()`, which is one clock for all processes of a host.
 """
 
@@ -16,15 +18,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_connections
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, Self
 
-import pytest
-
+from nursery import nursery
 from rankmesh.config import Config
 from rankmesh.errors import RankmeshError
 from rankmesh.mesh import Mesh, join
@@ -72,18 +73,6 @@ def _main(url: str, rank: int, size: int, config: Config, talk: Connection, body
     except BaseException:  # the test shall see it, whatever it is
         talk.send(Crash(traceback.format_exc()))
         raise
-
-
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[None]:
-    """The process that ranks are forked from. Import it, and use it in every module that makes Ranks."""
-    # Not modules of tests/: the server of Python 3.11 does not have them on its path, and says nothing.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["pytest", "rankmesh.testing.proxy", "rankmesh.testing.world"]
-    )
-    forkserver.ensure_running()
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # CPython's own tests end it that way; there is no other
 
 
 class Ranks:
@@ -139,6 +128,19 @@ class Ranks:
     def hear_all(self, ranks: Sequence[int] | None = None) -> list[Any]:
         return [self.hear(rank) for rank in (range(self.size) if ranks is None else ranks)]
 
+    def hear_first_of_each(self, timeout: float) -> list[Any]:
+        """What all ranks say next, heard as it comes: the first that crashes is the one to be shown."""
+        deadline = monotonic() + scaled(timeout)
+        said: dict[int, Any] = {}
+        while len(said) < self.size:
+            silent = {talk: rank for rank, talk in enumerate(self._talks) if rank not in said}
+            ready = wait_for_connections(silent, max(deadline - monotonic(), 0.0))
+            assert ready, f"ranks {[*silent.values()]} said nothing within {scaled(timeout):g} s"
+            for talk in ready:
+                rank = silent[talk]  # type: ignore[index]  # of what was given, these are ready
+                said[rank] = self.hear(rank)
+        return [said[rank] for rank in range(self.size)]
+
     def exit_code(self, rank: int) -> int | None:
         """Wait for a rank's process to end."""
         self._processes[rank].join(scaled(PATIENCE))
@@ -147,5 +149,24 @@ class Ranks:
         return code
 
 
+def _report(mesh: Mesh, talk: Connection, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    talk.send(fn(mesh, *args))
+
+
+def run_ranks(
+    size: int,
+    fn: Callable[..., Any],
+    config: Config | None = None,
+    args: Sequence[Any] = (),
+    timeout: float = 2 * PATIENCE,
+) -> list[Any]:
+    """`run_world(…, processes=True)` with processes of the nursery: the results by rank, once all have ended in order.
+    `timeout`: of the slowest, in seconds (scaled here)."""
+    with Ranks(size, _report, config, (fn, args)) as ranks:
+        results = ranks.hear_first_of_each(timeout)
+        assert [ranks.exit_code(rank) for rank in range(size)] == [0] * size
+    return results
+
+
 Talk = Connection
-__all__ = ["Mesh", "Outcome", "Ranks", "Talk", "attempt", "nursery"]
+__all__ = ["Mesh", "Outcome", "Ranks", "Talk", "attempt", "nursery", "run_ranks"]

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from pure import IMPURE as IMPURE_IN_TESTS
+from pure import PURE as PURE_TESTS
 from timing import scaled
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -31,6 +33,7 @@ TIERS: dict[str, list[str]] = {
         "rankmesh.rpc", "rankmesh.memory", "rankmesh.collectives", "rankmesh.membership", "rankmesh.topology",
     ],
     "L4 node": ["rankmesh.node"],
+    "L4 group": ["rankmesh.group"],
     "L4 mesh": ["rankmesh.mesh"],
     "L4 public names": ["rankmesh"],
     "L5 integrations": ["rankmesh.torch", "rankmesh.ray", "rankmesh.launch"],
@@ -41,7 +44,14 @@ SHARED = {"L0 ground"}
 #: May import anything, and nothing but itself and users' tests imports it.
 EXEMPT = "rankmesh.testing"
 
-PURE = ("rankmesh.wire", "rankmesh.endpoint.matching", "rankmesh.endpoint.lanes")
+PURE = (
+    "rankmesh.wire", "rankmesh.endpoint.matching", "rankmesh.endpoint.lanes",
+    *(f"rankmesh.collectives.{name}" for name in (
+        "plan", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling", "binomial", "kary", "bruck",
+        "neighbour", "pairwise", "dissemination", "direct", "scatter_gather", "hierarchical", "scan", "simulator",
+        "symmetry", "choosing", "space", "staging", "grid",
+    )),
+)  # fmt: skip
 IMPURE = {
     "_thread", "asyncio", "concurrent", "datetime", "logging", "multiprocessing", "os", "pathlib", "random", "secrets",
     "select", "selectors", "signal", "socket", "ssl", "subprocess", "threading", "time", "uuid",
@@ -120,8 +130,8 @@ def is_allowed(importer: str, imported: str) -> bool:
     return other_height < height or other_unit == unit or (other_height == height and is_shared)
 
 
-def breaches(found: dict[str, Module]) -> list[str]:
-    known = set(found)
+def breaches(found: dict[str, Module], known: set[str]) -> list[str]:
+    """`known`: the modules that there are, of which `found` are looked at."""
     return [
         f"{module.path}:{line}: {module.name} must not import {imported}"
         for module in found.values()
@@ -130,9 +140,8 @@ def breaches(found: dict[str, Module]) -> list[str]:
     ]
 
 
-def impurities(found: dict[str, Module]) -> list[str]:
+def impurities(found: dict[str, Module], known: set[str]) -> list[str]:
     """What pure modules import that reaches the world, themselves or by a module of rankmesh above the ground."""
-    known = set(found)
     pure = [module for module in found.values() if any(is_within(module.name, prefix) for prefix in PURE)]
 
     def is_impure(imported: str) -> bool:
@@ -148,10 +157,10 @@ def impurities(found: dict[str, Module]) -> list[str]:
     ]
 
 
-def made_up(name: str, text: str) -> dict[str, Module]:
-    """The real modules, and one more."""
+def made_up(name: str, text: str) -> tuple[dict[str, Module], set[str]]:
+    """A module as it might be, among the real ones."""
     path = SOURCE / (name.replace(".", "/") + ".py")
-    return modules() | {name: Module(name, path, text, ast.parse(text))}
+    return {name: Module(name, path, text, ast.parse(text))}, {*modules(), name}
 
 
 def test_every_module_has_its_place() -> None:
@@ -161,11 +170,11 @@ def test_every_module_has_its_place() -> None:
 
 
 def test_modules_import_only_what_lies_below_them() -> None:
-    assert breaches(modules()) == []
+    assert breaches(modules(), set(modules())) == []
 
 
 def test_pure_modules_do_not_reach_the_world() -> None:
-    assert impurities(modules()) == []
+    assert impurities(modules(), set(modules())) == []
 
 
 @pytest.mark.parametrize(
@@ -185,7 +194,7 @@ def test_pure_modules_do_not_reach_the_world() -> None:
     ],
 )
 def test_breach_of_the_layers_is_found(name: str, text: str, imported: str) -> None:
-    found = breaches(made_up(name, text))
+    found = breaches(*made_up(name, text))
     assert any(f"{name} must not import {imported}" in breach for breach in found), found
 
 
@@ -199,13 +208,35 @@ def test_breach_of_the_layers_is_found(name: str, text: str, imported: str) -> N
     ],
 )
 def test_imports_from_below_are_allowed(name: str, text: str) -> None:
-    assert [breach for breach in breaches(made_up(name, text)) if name in breach] == []
+    assert breaches(*made_up(name, text)) == []
 
 
 @pytest.mark.parametrize("imported", ["time", "os.path", "rankmesh.endpoint.progress"])
 def test_impurity_is_found(imported: str) -> None:
-    found = impurities(made_up("rankmesh.endpoint.matching", f"def f():\n    import {imported}"))
+    found = impurities(*made_up("rankmesh.endpoint.matching", f"def f():\n    import {imported}"))
     assert any(f"matching is pure and must not import {imported}" in impurity for impurity in found), found
+
+
+def world_of(path: Path) -> set[str]:
+    """What a pure module of tests imports that it must not."""
+    text = path.read_text()
+    module = Module(path.stem, path, text, ast.parse(text, str(path)))
+    return {
+        name for _, name in imports_of(module, IMPURE_IN_TESTS) for unit in IMPURE_IN_TESTS if is_within(name, unit)
+    }
+
+
+@pytest.mark.parametrize("path", sorted(PURE_TESTS), ids=lambda path: path.stem)
+def test_pure_tests_do_not_reach_the_world(path: Path) -> None:
+    assert world_of(path) == set()
+
+
+def test_a_test_that_reaches_the_world_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text(
+        "import os\nfrom time import sleep\nfrom rankmesh.testing import run_world\nfrom peers import SOON\n"
+    )
+    assert world_of(path) == {"time", "rankmesh.testing", "peers"}
 
 
 def lengths_of(module: Module) -> Iterator[tuple[str, int]]:
@@ -226,7 +257,7 @@ def test_files_and_functions_are_short() -> None:
 
 def test_long_function_is_found() -> None:
     text = "class A:\n    def f(self):\n" + "        x = 1\n" * 60 + "class B:\n    def f(self):\n        pass\n"
-    module = made_up("rankmesh.wire.x", text)["rankmesh.wire.x"]
+    module = made_up("rankmesh.wire.x", text)[0]["rankmesh.wire.x"]
     assert list(lengths_of(module)) == [("rankmesh.wire.x", 65), ("rankmesh.wire.x:f", 61), ("rankmesh.wire.x:f", 2)]
 
 

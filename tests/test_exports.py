@@ -26,6 +26,7 @@ PUBLIC = [
     "Endpoint",
     "EpochChanged",
     "FunctionNotFound",
+    "Group",
     "Hook",
     "InternalError",
     "InvalidMessage",

@@ -288,8 +288,9 @@ def test_closed_mesh(transport: str) -> None:
 
 
 def _describe(mesh: Mesh) -> tuple[int, int, int, str]:
-    mesh.barrier(timeout=SOON)
-    return mesh.rank, mesh.size, mesh.epoch, repr(mesh)
+    described = mesh.rank, mesh.size, mesh.epoch, repr(mesh)
+    mesh.barrier(timeout=SOON)  # nobody leaves before all have looked
+    return described
 
 
 def test_status(transport: str) -> None:

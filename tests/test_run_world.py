@@ -11,6 +11,7 @@ from peers import SOON
 from rankmesh import Config, DeadlineError, Mesh, PeerLost, TlsFiles
 from rankmesh.cli import authority
 from rankmesh.testing.world import WorldFailed, run_world
+from timing import scaled
 
 
 def _describe(mesh: Mesh, extra: str) -> tuple[int, int, str, int]:
@@ -88,7 +89,7 @@ def test_world_that_does_not_end() -> None:
     release = threading.Event()
     try:
         with pytest.raises(DeadlineError, match="Rank 0 did not end") as caught:
-            run_world(2, _hang, args=(release,), timeout=1.0)
+            run_world(2, _hang, args=(release,), timeout=scaled(0.5))
         assert caught.value.op == "run_world"
     finally:
         release.set()
@@ -101,4 +102,4 @@ def _hang_in_process(mesh: Mesh) -> None:
 
 def test_processes_that_do_not_end_are_killed() -> None:
     with pytest.raises(DeadlineError, match="Rank 0 did not end"):
-        run_world(2, _hang_in_process, processes=True, timeout=4.0)
+        run_world(2, _hang_in_process, processes=True, timeout=scaled(2))

@@ -7,7 +7,8 @@ from measures.calls import CallRank
 from measures.copying import CopyRank
 from measures.crowd import CrowdRank
 from measures.messages import MessageRank
-from subjects.base import Caller, Copier, Messenger, OneSided, Subject
+from measures.together import TogetherRank
+from subjects.base import Caller, Collectives, Copier, Messenger, OneSided, Subject
 
 
 def measured(subject: Subject, rank: int, size: int) -> Rank:
@@ -19,6 +20,8 @@ def measured(subject: Subject, rank: int, size: int) -> Rank:
             return CallRank(subject, rank, size)
         case OneSided():
             return CrowdRank(subject, rank, size)
+        case Collectives():
+            return TogetherRank(subject, rank, size)
         case Copier():
             return CopyRank(subject, rank, size)
     raise TypeError(f"Nothing measures a {type(subject).__name__}: add its kind to bench/measures/__init__.py.")

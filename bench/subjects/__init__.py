@@ -32,8 +32,10 @@ class Entry:
 #: MPICH's wheel speaks UCX; this leaves it TCP only, also between processes of one host.
 MPICH_TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 
+GLOO = {"GLOO_SOCKET_IFNAME": "lo"}
+
 #: TensorPipe looks the host's name up and binds to that address, unless it is told an interface.
-TORCH_RPC = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+TORCH_RPC = {"TP_SOCKET_IFNAME": "lo", **GLOO}
 
 #: Errors only: it tells its life on stderr otherwise.
 MOONCAKE_QUIET = {"GLOG_minloglevel": "2"}
@@ -48,7 +50,7 @@ ENTRIES: dict[str, Entry] = {
         Entry("rankmesh-tcp", "rankmesh tcp://", "rankmesh_messages:RankmeshTcp"),
         Entry("rankmesh-shm", "rankmesh, shared memory", "rankmesh_messages:RankmeshShm"),
         Entry("rankmesh-arena", "rankmesh, arrays of mesh.empty()", "rankmesh_messages:RankmeshArena"),
-        Entry("gloo", "gloo (torch.distributed)", "gloo:Gloo", env={"GLOO_SOCKET_IFNAME": "lo"}),
+        Entry("gloo", "gloo (torch.distributed)", "gloo:Gloo", env=GLOO),
         Entry("mpi", "mpi4py + MPICH, shared memory", "mpi:Mpi", mpiexec=True),
         Entry("mpi-tcp", "mpi4py + MPICH, TCP only", "mpi:Mpi", mpiexec=True, env=MPICH_TCP_ONLY),
         Entry("zmq", "pyzmq PAIR over tcp", "zeromq:ZmqPair"),
@@ -71,6 +73,16 @@ ENTRIES: dict[str, Entry] = {
         Entry("mpi-rma-tcp", "MPICH RMA, TCP only", "mpi_rma:Created", mpiexec=True, env=MPICH_TCP_ONLY),
         Entry("mpi-rma", "MPICH RMA, same host, Win.Create", "mpi_rma:Created", mpiexec=True),
         Entry("mpi-rma-allocated", "MPICH RMA, same host, Win.Allocate", "mpi_rma:Allocated", mpiexec=True),
+        Entry("memory-bound", "half of the bytes: copyto, add, copyto", "bounds:MemoryBound"),
+        Entry("exchange-poll", "bare socket, both ways, polled", "bounds:PolledExchange"),
+        Entry("exchange-threads", "bare socket, both ways, a thread sends", "bounds:ThreadedExchange"),
+        Entry("rankmesh-collectives", "rankmesh", "rankmesh_collectives:SameHost"),
+        Entry("rankmesh-collectives-tcp", "rankmesh tcp://", "rankmesh_collectives:Tcp"),
+        Entry("rankmesh-float32", "rankmesh, torch.float32", "rankmesh_collectives:Float32"),
+        Entry("rankmesh-float16", "rankmesh, torch.float16", "rankmesh_collectives:Float16"),
+        Entry("rankmesh-bfloat16", "rankmesh, torch.bfloat16", "rankmesh_collectives:BFloat16"),
+        Entry("mpi-collectives", "mpi4py + MPICH, shared memory", "mpi_collectives:MpiCollectives", mpiexec=True),
+        Entry("gloo-collectives", "gloo (torch.distributed)", "gloo_collectives:GlooCollectives", env=GLOO),
         Entry("torch-rpc", "torch.distributed.rpc", "torch_rpc:TorchRpc", env=TORCH_RPC),
         Entry("torch-rpc-tcp", "torch.distributed.rpc, TCP only", "torch_rpc:TorchRpcTcp", env=TORCH_RPC),
     )

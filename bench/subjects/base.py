@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
 Verb = Callable[[Any], object]
 Call = Callable[[Any], Any]
 #: A transfer with everything it needs to know: made once, then called and timed again and again.
@@ -137,6 +138,75 @@ class OneSided(Subject):
 
     def dismiss(self) -> None:
         """The other side of `attend`."""
+
+
+class Collectives(Subject):
+    """Collectives of all ranks. Buffers are the library's own kind of array, flat; each method names the call, which is
+    made once and timed again and again."""
+
+    #: What is exchanged has contents to be compared.
+    checked = True
+
+    def allocate(self, count: int) -> Any:
+        """A buffer of so many elements, written to."""
+        return np.ones(count, np.float32)
+
+    def write(self, buffer: Any, values: Floats) -> None:
+        """Fill a buffer."""
+        np.copyto(buffer, values)
+
+    def read(self, buffer: Any) -> Floats:
+        """What is in a buffer."""
+        floats: Floats = buffer
+        return floats
+
+    @abstractmethod
+    def all_reduce(self, buffer: Any) -> Transfer:
+        """The sum, in place."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Any) -> Transfer:
+        """From rank 0."""
+
+    @abstractmethod
+    def all_gather(self, buffer: Any, out: Any) -> Transfer:
+        """All ranks' `buffer` in `out`."""
+
+    @abstractmethod
+    def reduce_scatter(self, buffer: Any, out: Any) -> Transfer:
+        """This rank's part of the sum in `out`."""
+
+    @abstractmethod
+    def all_to_all(self, buffer: Any, out: Any) -> Transfer:
+        """Part s of `out` is this rank's part of what rank s has."""
+
+    @abstractmethod
+    def barrier(self) -> Transfer:
+        """All ranks have come."""
+
+
+class AllReduceOnly(Collectives):
+    """A bound for one measure: what cannot be beaten has no other collectives."""
+
+    checked = False
+
+    def broadcast(self, buffer: Any) -> Transfer:
+        raise self._none()
+
+    def all_gather(self, buffer: Any, out: Any) -> Transfer:
+        raise self._none()
+
+    def reduce_scatter(self, buffer: Any, out: Any) -> Transfer:
+        raise self._none()
+
+    def all_to_all(self, buffer: Any, out: Any) -> Transfer:
+        raise self._none()
+
+    def barrier(self) -> Transfer:
+        raise self._none()
+
+    def _none(self) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} stands for an all_reduce and nothing else.")
 
 
 class Caller(Subject):

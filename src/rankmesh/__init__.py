@@ -1,4 +1,4 @@
-"""rankmesh: messages, remote calls and remote memory between the ranks of a program, on one host or many."""
+"""rankmesh: messages, collectives, remote calls and remote memory between ranks of a program, on one host or many."""
 
 from rankmesh.config import Config, TlsFiles
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
@@ -31,6 +31,7 @@ from rankmesh.errors import (
     TruncationError,
     UsageError,
 )
+from rankmesh.group import Group
 from rankmesh.memory import MemoryAgent, Notification, Region, RegionEvent, RegionInfo, RegionWatch, RemoteRegion
 from rankmesh.mesh import Mesh, join
 from rankmesh.node import Endpoint, Peer
@@ -55,6 +56,7 @@ __all__ = [
     "Endpoint",
     "EpochChanged",
     "FunctionNotFound",
+    "Group",
     "Hook",
     "InternalError",
     "InvalidMessage",

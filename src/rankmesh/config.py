@@ -14,6 +14,7 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 ENV_PREFIX = "RANKMESH_"
+ALGORITHM_PREFIX = ENV_PREFIX + "ALGORITHM_"
 #: Fields that count something of which there must be one.
 _COUNTS = (
     "max_message_bytes",
@@ -109,6 +110,12 @@ class Config:
     #: Peers of the same host and user move from sockets to shared memory by themselves.
     shm: bool = True
 
+    #: Algorithms of collectives, where a call names none: "all_reduce=ring, broadcast=binomial". The same on all ranks.
+    algorithms: str = ""
+    #: A table of algorithms that `rankmesh bench collectives --tune` has written, for what `algorithms` leaves open. It
+    #: says the same on all ranks.
+    collective_table: str = ""
+
     #: Interfaces to advertise: names, globs, `^exclude` or CIDR, separated by commas. Empty: by route.
     interface: str = ""
     #: Pickle may be used for objects msgpack cannot carry, if the other side agrees too.
@@ -162,13 +169,21 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read RANKMESH_TOKEN, RANKMESH_TIMEOUT … (a variable per field; TLS by RANKMESH_TLS_CERT, _KEY and _CA)."""
+        """Read RANKMESH_TOKEN, RANKMESH_TIMEOUT … (a variable per field; TLS by RANKMESH_TLS_CERT, _KEY and _CA). An
+        algorithm has a variable by itself too: RANKMESH_ALGORITHM_ALL_REDUCE=ring."""
         env = os.environ if environ is None else environ
         values: dict[str, Any] = {}
         for field in fields(cls):
             text = env.get(ENV_PREFIX + field.name.upper())
             if text is not None and field.name not in ("tls", "connect_backoff"):
                 values[field.name] = _parse(field.name, text, type(field.default))
+        named = [
+            f"{name.removeprefix(ALGORITHM_PREFIX).lower()}={text}"
+            for name, text in sorted(env.items())
+            if name.startswith(ALGORITHM_PREFIX) and text
+        ]
+        if named:  # behind those of RANKMESH_ALGORITHMS: the last of a collective counts
+            values["algorithms"] = ",".join(filter(None, (values.get("algorithms"), *named)))
         files = {part: env.get(f"{ENV_PREFIX}TLS_{part.upper()}") for part in ("cert", "key", "ca")}
         if any(files.values()):
             missing = [f"{ENV_PREFIX}TLS_{part.upper()}" for part, path in files.items() if not path]

@@ -223,6 +223,7 @@ class DesyncError(RankmeshError):
     """Ranks disagree on which collective they are in. Attribute: calls (rank → call)."""
 
     calls: Mapping[int, str] = MappingProxyType({})
+    hint = "Let all ranks call the same collectives in the same order; this group can only be closed."
 
 
 class EpochChanged(RankmeshError):

@@ -11,14 +11,13 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import DTypeLike
 
-from rankmesh.buffers import writable
+from rankmesh.collectives import Chooser, CollectiveAgent
 from rankmesh.config import Config
-from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
 from rankmesh.endpoint.endpoint import leave
-from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag, new_status
 from rankmesh.endpoint.peer import Peer as BasePeer
-from rankmesh.endpoint.router import PeerRouter, Router
-from rankmesh.errors import ConfigError, JoinError, PeerLost, UsageError
+from rankmesh.endpoint.router import PeerRouter
+from rankmesh.errors import ConfigError, JoinError
+from rankmesh.group import WORLD, Group, group_numbers
 from rankmesh.membership.environment import detect
 from rankmesh.membership.rendezvous import Meeting, Member, host_store, meet, open_endpoint, read_file
 from rankmesh.membership.store import StoreServer
@@ -29,11 +28,8 @@ from rankmesh.wire.messages import Control, Lost, plain
 
 logger = logging.getLogger("rankmesh")
 
-#: The world's tag space; 0 belongs to endpoints without ranks.
-_WORLD: Final = 1
-#: Tags of our own: the end of join(), and one per round of a barrier.
+#: A tag of our own: the end of join().
 _JOINED: Final = -2
-_BARRIER: Final = -16
 
 
 def join(
@@ -53,6 +49,7 @@ def join(
     names who is missing or in the way.
     """
     config = (config or Config.from_env()).override(**overrides)
+    chooser = Chooser(config)  # a setting that cannot work is refused before others wait for this rank
     meeting = _meeting(url, rank, size, config)
     deadline = monotonic() + (config.timeout if timeout is None else timeout)
     server: StoreServer | None = None
@@ -63,7 +60,7 @@ def join(
     endpoint: Endpoint | None = None
     try:
         endpoint = open_endpoint(meeting, config, Endpoint)
-        mesh = Mesh(endpoint, meeting.rank, meet(endpoint, meeting, deadline), server)
+        mesh = Mesh(endpoint, meeting.rank, meet(endpoint, meeting, deadline), chooser, server)
         mesh.gather_at_hub(deadline)
     except BaseException:
         if endpoint is not None:
@@ -103,47 +100,34 @@ def _meeting(url: str | None, rank: int | None, size: int | None, config: Config
     return Meeting.by_launcher(placement, "tls" if config.tls is not None else "tcp")
 
 
-class _AnyRank:
-    """Any source, in the message of an error."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def known(self, now: float) -> str:
-        lost = [str(peer) for peer in self._mesh.peers if peer.router.gone]
-        return f"Lost are: {', '.join(lost)}." if lost else "No rank is lost; none has sent a fitting message."
-
-    def __str__(self) -> str:
-        return "any rank"
-
-
-class Mesh:
-    """A world of ranks: messages between any two of them. `join()` makes it; use it as a context manager.
+class Mesh(Group):
+    """A world of ranks: messages between any two of them, collectives of all. `join()` makes it; use it as a context
+    manager.
 
     All methods may be used from many threads. Every call that can wait takes `timeout` in seconds (None:
     Config.timeout).
     """
 
+    _kind = "world"
+
     def __init__(
-        self, endpoint: Endpoint, rank: int, members: Sequence[Member], server: StoreServer | None = None
+        self,
+        endpoint: Endpoint,
+        rank: int,
+        members: Sequence[Member],
+        chooser: Chooser,
+        server: StoreServer | None = None,
     ) -> None:
-        self.rank = rank
-        self.size = len(members)
         self.epoch = 0
         self._endpoint = endpoint
         self._server = server
-        #: The first rank that was lost (not one that left): there can be no barrier any more.
-        self._broken: PeerRouter | None = None
-        self._hub = hub = endpoint.hub
-        self._ranks: dict[int, int] = {}
-        self._messages = Messages(hub, _WORLD, self._ranks, _AnyRank(self))
+        hub = endpoint.hub
         with hub.engine:
             added = [endpoint.add_member(member.identity(), oneself=member.rank == rank) for member in members]
-            self.peers = [peer for peer in added if isinstance(peer, Peer)]
-            self._routers: list[Router] = [peer.router for peer in self.peers]
-            self._ranks.update((router.index, at) for at, router in enumerate(self._routers))
-            if self.size > 1:
-                hub.members[_WORLD] = {router.index for router in self._routers if isinstance(router, PeerRouter)}
+            peers = [peer for peer in added if isinstance(peer, Peer)]
+            numbers = group_numbers(rank, len(members))
+            places = {peer.router.index: member.place for peer, member in zip(peers, members, strict=True)}
+            self._form(hub, CollectiveAgent(endpoint, chooser, places), WORLD, rank, peers, numbers)
             endpoint.number_ranks(self._routers)
             hub.on_lost = self._on_lost
             hub.on_control = self._on_control
@@ -186,105 +170,6 @@ class Mesh:
         """Memory that other ranks may read and write, and theirs."""
         return self._endpoint.memory
 
-    # ------------------------------------------------------------------ messages
-
-    def send(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> None:
-        """Send a buffer (numpy array, bytes, memoryview …) from where it lies. On return it may be reused."""
-        if not (0 <= to < self.size and 0 <= tag <= MAX_TAG):
-            self._router(to)
-            raise bad_tag(tag)
-        self._routers[to].outbound.send_buffer(_WORLD, tag, data, timeout)
-
-    def recv(self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
-        """Receive into a buffer. Raises TruncationError if it is too small, PeerLost if `source` is gone."""
-        if not (0 <= source < self.size and 0 <= tag <= MAX_TAG):
-            peer, _ = self._source(source)
-            return self._messages.recv(peer, None if peer is None else peer.router, out, tag, timeout)
-        router = self._routers[source]  # what Messages.recv does, with a call less
-        view = writable(out)
-        direct = router.inbound.direct
-        if direct is not None and direct.receive(_WORLD, tag, view):
-            return new_status(Status, (source, tag, len(view)))
-        return self._messages.await_message(self.peers[source], router.index, view, tag, timeout)
-
-    def isend(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> Work[None]:
-        """Like `send`, without waiting. The buffer belongs to the Work until it is done."""
-        return self._messages.isend(self._router(to), data, tag, timeout)
-
-    def irecv(
-        self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None
-    ) -> Work[Status]:
-        """Like `recv`, without waiting."""
-        peer, index = self._source(source)
-        return self._messages.irecv(peer, index, out, tag, timeout)
-
-    def send_object(self, obj: Any, to: int, tag: int = 0, timeout: float | None = None) -> None:
-        """Send an object by the codec: msgpack, arrays out of band, no pickle unless Config allows it."""
-        self._messages.send_object(self._router(to), obj, tag, timeout)
-
-    def recv_object(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Any:
-        """Receive an object of any size."""
-        peer, index = self._source(source)
-        return self._messages.recv_object(peer, index, tag, timeout)
-
-    def sendrecv(
-        self,
-        data: Any,
-        out: Any,
-        to: int,
-        source: int | None = None,
-        tag: int = 0,
-        recv_tag: int | None = None,
-        timeout: float | None = None,
-    ) -> Status:
-        """Send to one rank and receive from another (None: the same) at once; a ring of these does not deadlock."""
-        peer, index = self._source(to if source is None else source)
-        return self._messages.sendrecv(
-            self._router(to), peer, index, data, out, tag, tag if recv_tag is None else recv_tag, timeout
-        )
-
-    def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
-        """Wait until a message could be received, and tell its source, tag and size."""
-        peer, index = self._source(source)
-        return self._messages.probe(peer, index, tag, timeout)
-
-    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
-        """Like `probe`, without waiting: None when there is no message now."""
-        return self._messages.iprobe(self._source(source)[1], tag)
-
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every rank has called it: by dissemination, in ceil(log2(size)) rounds. If a rank is lost, it
-        fails on all others."""
-        for router in self._routers:
-            if router.gone:
-                raise router.lost_error("barrier with", None)
-        distance, tag = 1, _BARRIER
-        while distance < self.size:
-            ahead, behind = self._routers[(self.rank + distance) % self.size], (self.rank - distance) % self.size
-            try:
-                self._messages.signal(ahead, tag, timeout)
-            except PeerLost:
-                raise ahead.lost_error("barrier with", None) from None
-            peer, index = self.peers[behind], self._routers[behind].index
-            signal = self._messages.expect_signal("barrier with", peer, index, tag, timeout)
-            if self._broken is not None:  # looked at once the receive is posted: later losses end it
-                signal.cancel()
-                raise self._broken.lost_error("barrier with", None)
-            signal.result()
-            distance, tag = 2 * distance, tag - 1
-
-    def _router(self, rank: int) -> Router:
-        if not 0 <= rank < self.size:
-            raise _bad_rank(rank, self.size)
-        return self._routers[rank]
-
-    def _source(self, rank: int) -> tuple[Peer | None, int]:
-        if rank == ANY_SOURCE:
-            return None, ANY_SOURCE
-        if not 0 <= rank < self.size:
-            raise _bad_rank(rank, self.size)
-        return self.peers[rank], self._routers[rank].index
-
     # ------------------------------------------------------------------ losses: whoever learns first tells the rest
 
     def _on_lost(self, router: PeerRouter, left: bool) -> None:
@@ -292,20 +177,12 @@ class Mesh:
             return
         logger.log(logging.INFO if left else logging.WARNING, "%s is lost: %s.", router.peer, router.gone)
         if not left:
-            self._broken = self._broken or router
-            self._end_barriers(router)
+            self._agent.member_lost(router)
         if not left and router.peer.uid is not None:
             news = Lost(router.peer.uid, plain(router.gone))
             for other in self._routers:
                 if isinstance(other, PeerRouter) and other.link is not None:
                     other.outbound.message(news)
-
-    def _end_barriers(self, lost: PeerRouter) -> None:
-        """A barrier needs every rank: those who wait in it for another one, which cannot come either, need not wait."""
-        for receive in self._hub.matcher.posted(group=_WORLD):
-            if receive.match_tag <= _BARRIER:
-                self._hub.matcher.unpost(receive)
-                receive.fail(lost.lost_error(receive.op, receive.tag))
 
     def _on_control(self, peer: BasePeer, message: Control) -> None:
         if isinstance(message, Lost) and peer in self.peers:
@@ -339,7 +216,3 @@ class Mesh:
         lost = sum(bool(peer.router.gone) for peer in self.peers)
         state = self._hub.closed or (f"{lost} lost" if lost else "all well")
         return f"<Mesh rank {self.rank} of {self.size}, epoch {self.epoch}: {state}>"
-
-
-def _bad_rank(rank: int, size: int) -> UsageError:
-    return UsageError(f"There is no rank {rank} in a world of {size}: ranks are 0 … {size - 1}. Correct the rank.")

@@ -101,6 +101,7 @@ def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         return "1.0"
 
     monkeypatch.setattr(doctor, "version", find)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # another test's
     code, findings = examine(capsys)
     assert code == 1
     assert findings["packages", "numpy"]["verdict"] == "broken"

@@ -23,10 +23,8 @@ from rankmesh import (
     TruncationError,
 )
 from rankmesh.endpoint.router import PeerRouter
-from ranks import Mesh, Ranks, Talk, nursery
+from ranks import Mesh, Ranks, Talk
 from timing import scaled, wait_until
-
-__all__ = ["nursery"]
 
 TCP = Medium("tcp://127.0.0.1:0", Config(shm=False))
 
@@ -141,7 +139,7 @@ def test_dlslime_a_connection_is_reused() -> None:
 def test_dlslime_nobody_is_kept_out_by_an_address_that_does_not_answer() -> None:
     """A connection attempt of one's own that leads nowhere concerns nobody else."""
     with socket.create_server(("127.0.0.1", 0)) as silent, Endpoint(name="busy") as busy, Endpoint() as other:
-        dialing = Call(busy.connect, f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=scaled(3))
+        dialing = Call(busy.connect, f"tcp://127.0.0.1:{silent.getsockname()[1]}", timeout=scaled(1.5))
         accepted, _ = silent.accept()
         with accepted:
             began = monotonic()

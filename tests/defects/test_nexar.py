@@ -24,10 +24,8 @@ from rankmesh.wire.credit import OVERHEAD
 from rankmesh.wire.handshake import NONCE_BYTES, Handshake, Type
 from rankmesh.wire.header import HEADER_BYTES
 from rankmesh.wire.messages import Identity, encode
-from ranks import Mesh, Ranks, Talk, nursery
+from ranks import Mesh, Ranks, Talk
 from timing import scaled, wait_until
-
-__all__ = ["nursery"]
 
 TCP = Medium("tcp://127.0.0.1:0", Config(shm=False))
 
@@ -63,9 +61,9 @@ def test_nexar_heartbeats_are_drained_and_never_stall_lanes() -> None:
     every lane stood still. Here more of them come than nexar's channel held, nobody calls anything meanwhile, and
     everything works afterwards."""
     with faulty() as faults, open_pair(FAULTY, heartbeat_interval=0.005, heartbeat_timeout=scaled(5)) as pair:
-        for link in faults.links:
-            before = link.sent
-            wait_until(partial(_has_sent, link, before + 300 * HEADER_BYTES), 20, "300 heartbeats")
+        before = [(link, link.sent) for link in faults.links]
+        for link, sent in before:
+            wait_until(partial(_has_sent, link, sent + 300 * HEADER_BYTES), 20, "300 heartbeats")
         for peer in (pair.there, pair.back):
             assert router_of(peer).inbound.idle
             assert router_of(peer).outbound.idle

@@ -18,11 +18,13 @@ from peers import SOON, Call, Medium, Pair, blank, open_pair, pattern, router_of
 from rankmesh import Config, Endpoint, Mesh, PeerLost, TruncationError
 from rankmesh.config import KIB, MIB
 from rankmesh.endpoint.direct import RingPath, SocketPath
-from rankmesh.testing.world import run_world
 from rankmesh.transport import shm
 from rankmesh.transport.ring import FREED, HEAD, RING_BYTES, TAIL
 from rankmesh.wire.messages import Lost
+from ranks import run_ranks
 from timing import scaled, wait_until
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SHM = Medium("shm://", Config())
 EAGER = SHM.config.eager_bytes
@@ -194,7 +196,7 @@ def _ping(mesh: Mesh, count: int) -> int:
 
 
 def test_ping_pong_of_two_processes() -> None:
-    assert run_world(2, _ping, processes=True, args=(1500,), config=Config(**PATIENT), timeout=scaled(50)) == [1500] * 2
+    assert run_ranks(2, _ping, Config(**PATIENT), (1500,)) == [1500] * 2
 
 
 def _hop(mesh: Mesh, rounds: int) -> int:
@@ -210,7 +212,7 @@ def _hop(mesh: Mesh, rounds: int) -> int:
 
 
 def test_more_ranks_than_cores() -> None:
-    said = run_world(5, _hop, processes=True, args=(200,), config=Config(**PATIENT), timeout=scaled(50))
+    said = run_ranks(5, _hop, Config(**PATIENT), (200,))
     assert said == [199] * 5
 
 
@@ -278,7 +280,7 @@ def _storm(mesh: Mesh, threads: int, rounds: int, seed: int) -> int:
 def test_64_threads_on_one_pair_of_processes() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    assert run_world(2, _storm, processes=True, args=(64, 12, seed), timeout=scaled(55)) == [64] * 2
+    assert run_ranks(2, _storm, args=(64, 12, seed)) == [64] * 2
 
 
 def _compute(mesh: Mesh) -> int:
@@ -303,7 +305,7 @@ def _compute(mesh: Mesh) -> int:
 
 
 def test_the_background_thread_serves_while_the_main_thread_computes() -> None:
-    assert run_world(2, _compute, processes=True, timeout=scaled(50))[0] > 0
+    assert run_ranks(2, _compute)[0] > 0
 
 
 # ---------------------------------------------------------------------- connections that go

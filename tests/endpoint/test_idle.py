@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from rankmesh.testing.world import run_world
 from rankmesh.wire.messages import IdleAsk
 from timing import wait_until
 
-IDLE: dict[str, Any] = {"idle_timeout": 0.1, "heartbeat_interval": 0.1, "heartbeat_timeout": 2.0}
+IDLE: dict[str, Any] = {"idle_timeout": 0.05, "heartbeat_interval": 0.05, "heartbeat_timeout": 2.0}
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_connection_closes_and_comes_back_from_either_side(idle_pair: Pair) -> N
 def test_first_use_after_an_idle_spell_may_come_from_both_sides_at_once(idle_pair: Pair) -> None:
     """FEATURES: Mooncake refuses the first transfer after an idle spell."""
     pair = idle_pair
-    for number in range(5):
+    for number in range(3):
         wait_closed(pair)
         start = threading.Barrier(2)
         outs = [bytearray(1), bytearray(1)]
@@ -145,6 +146,18 @@ def test_peer_that_died_meanwhile_is_noticed_by_the_next_use(medium: Medium) -> 
                 call()
             assert "right" in caught.value.peer
             assert "cannot be reached" in caught.value.reason
+
+
+def test_a_request_to_a_peer_that_died_meanwhile_ends_at_once(medium: Medium) -> None:
+    """Its connection may be refused before the request is known: it waited for its deadline."""
+    with open_pair(medium, **IDLE) as pair:
+        wait_closed(pair)
+        pair.right.close()
+        began = monotonic()
+        with pytest.raises(PeerLost, match="cannot be reached"):
+            pair.left.request(pair.there, 99, b"x", "question to", SOON)
+        assert monotonic() - began < SOON / 2
+        assert router_of(pair.there).requests == {}
 
 
 def test_traffic_keeps_the_connection_and_its_credit(tcp: Medium) -> None:

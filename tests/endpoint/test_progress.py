@@ -6,7 +6,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic, process_time
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from peers import BRIEFLY, SOON, Call
 from rankmesh import ClosedError, DeadlineError, Work
 from rankmesh.endpoint.progress import Engine
-from rankmesh.endpoint.waiting import Spin
+from rankmesh.endpoint.waiting import Look, Spin
 from timing import scaled, wait_until
 
 
@@ -76,6 +76,28 @@ def test_waiter_drives(engine: Engine, source: Source) -> None:
         work.result()
         ringing.result()
     assert set(source.drivers) == {threading.current_thread().name}
+
+
+def test_a_flood_over_sockets_does_not_hide_what_came_over_a_ring(engine: Engine) -> None:
+    """A leader that found something in epoll at every look did not look at rings until a timer ran."""
+    work, turns = new_work(engine), 0
+    flood = os.eventfd(1)  # ready for ever: nobody reads it
+
+    def handle(mask: int) -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 1000 and not work.finished:
+            work.finish(-1)
+
+    with engine:
+        engine.watch(flood, select.EPOLLIN, handle)
+        engine.look_at(flood, Look(ready=lambda: turns > 10, arm=lambda: False, serve=lambda: work.finish(turns)))
+    try:
+        assert 10 < work.result() < 100
+    finally:
+        with engine:
+            engine.unwatch(flood)
+        os.close(flood)
 
 
 def test_background_thread_drives_when_nobody_waits(engine: Engine, source: Source) -> None:
@@ -276,3 +298,47 @@ def test_callbacks_of_users_do_not_stop_the_background_thread(engine: Engine, ca
             engine.call_soon(lambda work=work: work.finish(1))  # type: ignore[misc]
             wait_until(work.done, 5)
     assert engine.background.thread.is_alive()
+
+
+class Stepping:
+    """Of the backlog: steps down in order to do something that takes a while."""
+
+    def __init__(self, engine: Engine, action: Callable[[], object]) -> None:
+        self._engine = engine
+        self._action = action
+
+    def work_off(self) -> None:
+        leader = self._engine.step_down()
+        try:
+            self._action()
+        finally:
+            self._engine.step_up(leader)
+
+
+def test_who_lost_the_lead_by_stepping_down_does_not_give_up_anothers(engine: Engine, source: Source) -> None:
+    """It was given up, and taken for this thread's own afterwards: a lead that nobody had, and all followed."""
+    mine, theirs = new_work(engine, "mine"), new_work(engine, "theirs")
+    leading: list[Call[int]] = []
+
+    def let_another_lead() -> None:
+        leading.append(Call(theirs.result))
+        wait_until(lambda: engine.leader is theirs and not engine.backlog, 5, "the other thread to lead")
+        with engine:
+            engine.backlog.append(Stepping(engine, end_all))
+
+    def end_all() -> None:
+        with engine:
+            theirs.finish(1)
+            mine.finish(2)
+            engine.background.wake()
+        assert leading[0].result() == 1
+
+    with engine:
+        engine.backlog.extend([Stepping(engine, let_another_lead), Stepping(engine, lambda: None)])
+        engine.drive(mine, monotonic() + SOON)  # this thread works it off, and no other
+    assert mine.result() == 2
+    work = new_work(engine)
+    source.due.append(work)
+    source.ring()
+    assert work.result() == 1
+    assert engine.leader is not theirs

@@ -35,11 +35,14 @@ from rankmesh.endpoint.lanes import Frame, Lane
 from rankmesh.endpoint.sharing import PIECE_BYTES
 from rankmesh.endpoint.transfers import Landing
 from rankmesh.errors import TransferAborted
-from rankmesh.testing.world import run_world
+from rankmesh.transport.arena import SEGMENT_BYTES
 from rankmesh.transport.base import PolledLink
 from rankmesh.transport.segment import CELLS
 from rankmesh.wire.header import Flag, Kind, pack
+from ranks import run_ranks
 from timing import scaled, wait_until
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SHM = Medium("shm://", Config())
 EAGER = SHM.config.eager_bytes
@@ -227,7 +230,7 @@ def _ring(mesh: Any) -> tuple[bool, float, str]:
 
 def test_mesh_empty_between_processes() -> None:
     expected = [(True, float(source), "shm (same host)") for source in (1, 0)]
-    assert run_world(2, _ring, "tcp://", processes=True, timeout=scaled(50)) == expected
+    assert run_ranks(2, _ring) == expected
 
 
 # ---------------------------------------------------------------------- a single copy
@@ -692,7 +695,7 @@ def forge(pair: Pair, flags: int, body: bytes, nbytes: int = LARGE, ident: int =
 
 S, TOP = int(Flag.SHARED), (1 << 64) - 1
 FORGED: dict[str, tuple[int, bytes, str]] = {
-    "beyond the end": (S, REFERENCE.pack(1, 64 * MIB - LARGE + 1, 0, 0), "a reference to"),
+    "beyond the end": (S, REFERENCE.pack(1, SEGMENT_BYTES - LARGE + 1, 0, 0), "a reference to"),
     "far beyond the end": (S, REFERENCE.pack(1, TOP, 0, 0), "a reference to"),
     "no such cell": (S, REFERENCE.pack(1, 0, CELLS, 0), "a reference to"),
     "a huge cell": (S, REFERENCE.pack(1, 0, TOP, 0), "a reference to"),

@@ -19,13 +19,15 @@ from peers import SOON, Call, Medium, Pair, blank, open_pair, pattern, router_of
 from rankmesh import Config, ConnectError, Endpoint, TlsFiles
 from rankmesh.config import KIB, MIB
 from rankmesh.endpoint.shortcut import Carrier
-from rankmesh.testing.world import run_world
 from rankmesh.transport import segment
 from rankmesh.transport.base import Link
 from rankmesh.transport.place import Place
 from rankmesh.transport.shm import ShmListener, ShmTransport
 from rankmesh.wire.messages import Identity
+from ranks import run_ranks
 from timing import scaled, wait_until
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 SHARED = Carrier("shm", "same host")
 TOKEN = "the token of this cluster"
@@ -113,7 +115,7 @@ def _carriers(mesh: Any) -> list[str]:
 
 
 def test_every_pair_of_processes() -> None:
-    assert run_world(3, _carriers, processes=True, timeout=scaled(50)) == [["shm (same host)"] * 2] * 3
+    assert run_ranks(3, _carriers) == [["shm (same host)"] * 2] * 3
 
 
 # ---------------------------------------------------------------------- switched off

@@ -9,7 +9,6 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,10 @@ from peers import SOON, Bytes, Call, Medium, Pair, open_pair, pattern
 from rankmesh import ClosedError, DeadlineError, Mesh, Peer, PeerLost
 from rankmesh.config import KIB, MIB
 from rankmesh.testing.world import run_world
+from ranks import run_ranks
 from timing import scaled, wait_until
+
+pytestmark = pytest.mark.usefixtures("nursery")
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,13 @@ def storm(mesh: Mesh, plan: Storm) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began) * KIB
 
 
-def run_storm(plan: Storm, **world: Any) -> None:
+def run_storm(plan: Storm, processes: bool = False) -> None:
     print(plan)
     buffers = plan.threads * plan.largest
-    growth = run_world(2, storm, "tcp://", args=(plan,), timeout=scaled(175), **world)
+    if processes:
+        growth = run_ranks(2, storm, args=(plan,), timeout=175)
+    else:
+        growth = run_world(2, storm, "tcp://", args=(plan,), timeout=scaled(175))
     assert max(growth) < buffers + 64 * MIB, (
         f"{max(growth) // MIB} MiB beyond the start, {buffers // MIB} of them buffers"
     )
@@ -105,8 +110,9 @@ def test_16_threads_on_one_pair_of_processes() -> None:
 
 
 @pytest.mark.timeout(scaled(180))
-def test_64_threads_on_one_pair_of_processes() -> None:
-    run_storm(Storm(random.randrange(2**32), threads=64, messages=20_000, largest=8 * MIB), processes=True)
+@pytest.mark.parametrize("messages, largest", [(4_000, 4 * MIB), pytest.param(20_000, 8 * MIB, marks=pytest.mark.soak)])
+def test_64_threads_on_one_pair_of_processes(messages: int, largest: int) -> None:
+    run_storm(Storm(random.randrange(2**32), threads=64, messages=messages, largest=largest), processes=True)
 
 
 def test_threads_of_one_process() -> None:

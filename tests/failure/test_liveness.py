@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from signal import SIGCONT, SIGKILL, SIGSTOP
 from time import monotonic
 from typing import Any
@@ -18,10 +19,9 @@ from rankmesh.config import MIB, Config
 from rankmesh.endpoint import ANY_SOURCE, Endpoint
 from rankmesh.errors import DeadlineError, PeerLost
 from rankmesh.testing.proxy import FaultProxy
-from ranks import Mesh, Outcome, Ranks, Talk, attempt, nursery
+from ranks import Mesh, Outcome, Ranks, Talk, attempt
 from timing import scaled, wait_until
 
-__all__ = ["nursery"]
 pytestmark = pytest.mark.usefixtures("nursery")
 
 #: Silence counts after a second instead of five, so that these tests are short.
@@ -178,10 +178,6 @@ def test_a_stopped_rank_is_lost_after_the_heartbeat_timeout() -> None:
     stop_test(QUICK)
 
 
-def test_a_stopped_rank_is_lost_after_the_default_heartbeat_timeout() -> None:
-    stop_test(Config())
-
-
 def compute(mesh: Mesh, talk: Talk, seconds: float) -> None:
     """Rank 1 computes while the others wait for it; rank 2 has nothing to do with it."""
     if mesh.rank == 1:
@@ -197,19 +193,27 @@ def compute(mesh: Mesh, talk: Talk, seconds: float) -> None:
     talk.recv()
 
 
-def compute_test(config: Config, seconds: float) -> None:
+@contextmanager
+def compute_test(config: Config, seconds: float) -> Iterator[None]:
+    """While the block runs, and beyond."""
     with Ranks(3, compute, config, args=(seconds,)) as ranks:
+        yield
         for rank in range(3):
             assert "all well" in ranks.hear(rank, timeout=seconds + 30)
 
 
 def test_a_rank_that_computes_in_python_is_alive() -> None:
-    compute_test(QUICK, seconds=QUICK.heartbeat_timeout * 4)
+    with compute_test(QUICK, seconds=QUICK.heartbeat_timeout * 2):
+        pass
 
 
 @pytest.mark.timeout(scaled(120))
-def test_a_rank_that_computes_for_20_seconds_is_alive_by_default() -> None:
-    compute_test(Config(), seconds=20)
+@pytest.mark.parametrize("timeouts", [1.3, pytest.param(4, marks=pytest.mark.soak)])
+def test_by_default_a_stopped_rank_is_lost_and_one_that_computes_is_alive(timeouts: float) -> None:
+    """One computes for so many times the silence that is tolerated, 20 seconds in the long form; meanwhile, in another
+    world, one is stopped."""
+    with compute_test(Config(), seconds=Config().heartbeat_timeout * timeouts):
+        stop_test(Config())
 
 
 def be_stopped(mesh: Mesh, talk: Talk) -> None:
@@ -341,7 +345,7 @@ def test_heartbeats_keep_a_quiet_connection_alive(
     there = client.connect(str(proxy.address))
     here = server.accept()
     with caplog.at_level(logging.WARNING, "rankmesh"):
-        threading.Event().wait(2.5 * QUICK.heartbeat_timeout)  # the time is the subject here: nothing is to happen
+        threading.Event().wait(1.5 * QUICK.heartbeat_timeout)  # the time is the subject here: nothing is to happen
     assert caplog.records == []
     there.send(b"still there", tag=1)
     assert here.recv(bytearray(16), tag=1).nbytes == 11

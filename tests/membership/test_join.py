@@ -28,6 +28,7 @@ def fresh_url(scheme: str) -> str:
 
 @pytest.fixture(params=["inproc", "tcp"])
 def url(request: pytest.FixtureRequest) -> str:
+    """Tests that last until a deadline of some length name one: what carries the store makes no difference to them."""
     return fresh_url(request.param)
 
 
@@ -45,6 +46,7 @@ def outcomes(*calls: Call[Mesh]) -> list[Mesh | RankmeshError]:
     return ended
 
 
+@pytest.mark.parametrize("url", ["tcp"], indirect=True)
 def test_missing_ranks_are_named(url: str) -> None:
     calls = [Call(join, url, rank=rank, size=4, timeout=1.0) for rank in (0, 2)]
     for error in outcomes(*calls):
@@ -77,10 +79,11 @@ def test_late_ranks_are_waited_for(url: str) -> None:
         call.result()
 
 
+@pytest.mark.parametrize("url", ["inproc"], indirect=True)
 def test_duplicate_rank_is_named(url: str) -> None:
-    first = Call(join, url, rank=1, size=3, timeout=scaled(3))
-    rank_0 = Call(join, url, rank=0, size=3, timeout=scaled(3))
-    second = Call(join, url, rank=1, size=3, timeout=scaled(3))
+    first = Call(join, url, rank=1, size=3, timeout=scaled(1))
+    rank_0 = Call(join, url, rank=0, size=3, timeout=scaled(1))
+    second = Call(join, url, rank=1, size=3, timeout=scaled(1))
     errors = [error for error in outcomes(first, second) if isinstance(error, JoinError) and "taken" in str(error)]
     assert len(errors) == 1
     assert "Rank 1 is taken by pid" in str(errors[0])
@@ -106,8 +109,9 @@ def test_different_sizes_are_told(url: str) -> None:
     assert isinstance(second, JoinError)
 
 
+@pytest.mark.parametrize("url", ["tcp"], indirect=True)
 def test_wrong_token_is_told(url: str) -> None:
-    rank_0 = Call(join, url, rank=0, size=2, timeout=scaled(2), token="right")
+    rank_0 = Call(join, url, rank=0, size=2, timeout=scaled(1), token="right")
     with pytest.raises(JoinError, match="wrong or missing token") as caught:
         join(url, rank=1, size=2, timeout=SOON, token="wrong")
     assert "RANKMESH_TOKEN" in str(caught.value)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 from peers import BRIEFLY, FAULTY, SOON, Call, Medium, blank, is_blank, pattern, router_of
-from rankmesh import AccessDenied, BusyError, CancelledError, DeadlineError, PeerLost, StaleRegion, UsageError, Work
+from rankmesh import (
+    AccessDenied,
+    BusyError,
+    CancelledError,
+    DeadlineError,
+    PeerLost,
+    Region,
+    StaleRegion,
+    UsageError,
+    Work,
+)
 from rankmesh.config import KIB, MIB
 from rankmesh.testing.faults import FaultLink, FaultTransport
 from regions import Sides, open_sides
@@ -53,6 +64,26 @@ def nothing_remains(sides: Sides) -> bool:
 
 def link_of(faults: FaultTransport, *, owner: bool) -> FaultLink:
     return next(link for link in faults.links if link.accepted == owner)
+
+
+@contextmanager
+def read_and_write_under_way(
+    sides: Sides, faults: FaultTransport, region: Region, out: Any, data: Any, at: int = 0
+) -> Iterator[tuple[Work[Any], Work[Any]]]:
+    """Both have begun at the owner, and stand still until the block is left. The write's first mebibyte goes before the
+    read's request; the next two let that pass, which has precedence over all but the frame under way."""
+    remote = sides.peer.open("kv")
+    owner, user = link_of(faults, owner=True), link_of(faults, owner=False)
+    user.stall(after_bytes=user.sent + MIB)
+    writing = remote.write(data, at, async_op=True)
+    wait_until(lambda: len(region.moving) == 1 and "stalled" in repr(user), 10, "the write")
+    owner.stall(after_bytes=owner.sent + MIB)
+    reading = remote.read(out, async_op=True)
+    user.resume(for_bytes=2 * MIB)
+    wait_until(lambda: len(region.moving) == 2 and "stalled" in repr(owner), 10, "the read")
+    yield reading, writing
+    for link in (owner, user):
+        link.resume()
 
 
 @pytest.mark.parametrize("nbytes", [1 * KIB, LARGE])
@@ -178,7 +209,7 @@ def test_a_read_through_rings_given_up_in_the_middle(same_host: Medium, got: int
 
 
 def test_unregister_can_be_repeated_by_name(sides: Sides, faults: FaultTransport) -> None:
-    sides.register(pattern(HUGE))
+    sides.register(pattern(LARGE))
     remote = sides.peer.open("kv")
     user = link_of(faults, owner=False)
     user.stall(after_bytes=user.sent + MIB)
@@ -193,71 +224,53 @@ def test_unregister_can_be_repeated_by_name(sides: Sides, faults: FaultTransport
 
 
 def test_unregister_waits_for_transfers(sides: Sides, faults: FaultTransport) -> None:
-    memory = pattern(HUGE)
+    memory = pattern(LARGE)
     region = sides.register(memory)
-    remote = sides.peer.open("kv")
-    user = link_of(faults, owner=False)
-    user.stall(after_bytes=user.sent + MIB)
-    out = blank(HUGE - 2 * MIB)
-    reading = remote.read(out, async_op=True)
-    writing = remote.write(pattern(2 * MIB, 1), HUGE - 2 * MIB, async_op=True)
-    wait_until(lambda: len(region.moving) == 2, 10)
-    with pytest.raises(DeadlineError, match="still under way"):
-        region.unregister(timeout=BRIEFLY)
-    with pytest.raises(StaleRegion):
-        _ = region.array
-    unregister = Call(region.unregister, timeout=SOON)
-    user.resume()
-    reading.wait(SOON)
-    writing.wait(SOON)
+    out, data = blank(LARGE // 2), pattern(LARGE // 2, 1)
+    with read_and_write_under_way(sides, faults, region, out, data, LARGE // 2) as works:
+        with pytest.raises(DeadlineError, match="still under way"):
+            region.unregister(timeout=BRIEFLY)
+        with pytest.raises(StaleRegion):
+            _ = region.array
+        unregister = Call(region.unregister, timeout=SOON)
+    for work in works:
+        work.wait(SOON)
     unregister.result()
-    assert (out == pattern(HUGE)[: HUGE - 2 * MIB]).all()
-    assert (memory[-2 * MIB :] == pattern(2 * MIB, 1)).all()
+    assert (out == pattern(LARGE)[: LARGE // 2]).all()
+    assert (memory[LARGE // 2 :] == data).all()
 
 
 def test_unregister_aborts_transfers(sides: Sides, faults: FaultTransport) -> None:
-    memory = pattern(HUGE)
+    memory = pattern(LARGE)
     region = sides.register(memory)
-    remote = sides.peer.open("kv")
-    user = link_of(faults, owner=False)
-    user.stall(after_bytes=user.sent + MIB)
-    reading = remote.read(blank(HUGE), async_op=True)
-    writing = remote.write(pattern(LARGE, 1), async_op=True)
-    wait_until(lambda: len(region.moving) == 2, 10)
-    region.unregister(abort=True, timeout=SOON)
-    memory[:] = 7
-    user.resume()
-    for work in (reading, writing):
+    with read_and_write_under_way(sides, faults, region, blank(LARGE), pattern(LARGE, 1)) as works:
+        region.unregister(abort=True, timeout=SOON)
+        memory[:] = 7
+    for work in works:
         with pytest.raises(StaleRegion, match="unregistered"):
             work.wait(SOON)
     sides.register(memory, "again")
-    out = blank(HUGE)
+    out = blank(LARGE)
     sides.peer.open("again").read(out)
     assert (out == 7).all(), "nothing was written after unregister had returned"
 
 
 def test_transfers_end_when_their_peer_is_allowed_no_longer(sides: Sides, faults: FaultTransport) -> None:
-    memory = pattern(HUGE)
+    memory = pattern(LARGE)
     region = sides.register(memory)
-    remote = sides.peer.open("kv")
-    user = link_of(faults, owner=False)
-    user.stall(after_bytes=user.sent + MIB)
-    reading = remote.read(blank(HUGE), async_op=True)
-    writing = remote.write(pattern(LARGE, 1), async_op=True)
-    wait_until(lambda: len(region.moving) == 2, 10)
-    region.allow([sides.back])
-    assert len(region.moving) == 2, "it is allowed still"
-    region.allow([])
-    assert region.idle
-    memory[:] = 7
-    user.resume()
-    for work in (reading, writing):
+    with read_and_write_under_way(sides, faults, region, blank(LARGE), pattern(LARGE, 1)) as works:
+        region.allow([sides.back])
+        assert len(region.moving) == 2, "it is allowed still"
+        region.allow([])
+        assert region.idle
+        memory[:] = 7
+    for work in works:
         with pytest.raises(AccessDenied, match="any more"):
             work.wait(SOON)
     assert (memory == 7).all(), "nothing was written after allow() had returned"
     region.allow(None)
     out = blank(64)
-    remote.read(out)
+    sides.peer.open("kv").read(out)
     assert (out == 7).all()
 
 

@@ -13,10 +13,8 @@ import pytest
 
 from rankmesh import Config, PeerLost
 from rankmesh.config import MIB
-from ranks import Mesh, Ranks, Talk, attempt, nursery
+from ranks import Mesh, Ranks, Talk, attempt
 from timing import scaled, wait_until
-
-__all__ = ["nursery"]
 
 SIZE = 64 * MIB
 

@@ -15,13 +15,22 @@ from rankmesh import CancelledError, DeadlineError, UsageError, current_call
 from timing import wait_until
 
 
-@pytest.mark.parametrize("name", ["wait", "await_cancel"])
+@pytest.mark.parametrize("name", ["linger", "await_cancel"])
 def test_call_ends_at_its_deadline(served: Served, name: str) -> None:
+    gate = threading.Event()
+
+    def linger() -> None:
+        """One that does not answer just when its caller's time is up."""
+        served.functions.wait()
+        gate.wait(SOON)
+
+    served.server.rpc.register(linger, "linger")
     with pytest.raises(DeadlineError) as caught:
         served.peer.call(name, timeout=BRIEFLY)
     assert caught.value.op == f"call of {name!r} at"
     assert caught.value.timeout == BRIEFLY
     wait_until(lambda: "cancelled" in served.functions.log, 10)
+    gate.set()
     assert served.client.rpc.statistics()["calls_waiting"] == 0
     wait_until(lambda: served.server.rpc.statistics()["serving"] == 0, 10)
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from rankmesh import Config
 from rankmesh.errors import DeadlineError, PeerLost
-from ranks import Mesh, Outcome, Ranks, Talk, attempt, nursery
+from ranks import Mesh, Outcome, Ranks, Talk, attempt
 from timing import scaled
-
-__all__ = ["nursery"]
 
 CALLS = 1000
 THREADS = 20

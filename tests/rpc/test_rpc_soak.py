@@ -125,11 +125,12 @@ def soak(seconds: float, seed: int) -> None:
     functions = Functions()
     with Endpoint("tcp://127.0.0.1:0", name="server", rpc_threads=8) as server:
         functions.register(server.rpc)
+        most = threading.active_count() + server.config.rpc_threads + 2  # its pool, an event loop, a lookup
         _session(server, functions, min(seconds / 4, 10), f"{seed}/warm")
-        warm, threads = _memory(), threading.active_count()
+        warm = _memory()
         done = _session(server, functions, seconds, f"{seed}/soak")
         assert done["disconnect"] >= THREADS, done
-        assert threading.active_count() <= threads
+        wait_until(lambda: threading.active_count() <= most, 10)  # of those that were aborted the last ones end
         assert _memory() - warm < GROWTH, (warm, _memory(), done)
 
 
@@ -167,7 +168,7 @@ def _memory() -> int:
 def test_soak_briefly() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    Call(soak, 4.0, seed).result(timeout=scaled(50))
+    Call(soak, 2.0, seed).result(timeout=scaled(50))
 
 
 @pytest.mark.soak

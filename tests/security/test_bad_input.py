@@ -42,10 +42,7 @@ from rankmesh.testing.world import run_world
 from rankmesh.wire.handshake import MAGIC, Refused, Type
 from rankmesh.wire.header import Flag, Kind, pack
 from rankmesh.wire.messages import IdleAsk, encode
-from ranks import nursery
 from timing import scaled, wait_until
-
-__all__ = ["nursery"]
 
 #: What the target may grow by in one attack. The attacks here would cost it far more if anything were kept.
 GROWTH = 32 * MIB
@@ -242,7 +239,7 @@ def test_a_peer_that_never_reads_its_answers_costs_little(target: Target, name: 
     stream, times = ANSWERED[name]
     before = target.memory
     with undisturbed(target), closing(admitted(target)) as sock:
-        sock.settimeout(scaled(2))
+        sock.settimeout(scaled(0.5))
         with suppress(TimeoutError, ConnectionResetError, BrokenPipeError):  # it is no longer read, or dropped
             for _ in range(times):
                 sock.sendall(stream)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from forked import shm_names
 from peers import Call
-from rankmesh.buffers import readable
+from rankmesh.buffers import MID_PAGE, readable
 from rankmesh.config import KIB, MIB
 from rankmesh.transport.arena import PAGE, SEGMENT_BYTES, Arena, Spot
 
@@ -74,7 +74,7 @@ def test_what_is_written_can_be_read_by_descriptor() -> None:
     first, second = arena.empty(5000, "u1"), arena.empty((300, 300), "f8")
     second[:] = 3.25
     where = spot(arena, second)
-    assert where.offset % PAGE == 0
+    assert where.offset % PAGE == MID_PAGE
     assert where != spot(arena, first)
     fd, nbytes = arena.descriptor(where.segment)
     assert nbytes == SEGMENT_BYTES == os.fstat(fd).st_size
@@ -131,7 +131,7 @@ def test_what_does_not_fit_gets_a_segment_of_its_own() -> None:
     arena, _ = make()
     small = arena.empty(10, "f8")
     large = arena.empty(SEGMENT_BYTES + 1, "u1")
-    assert spot(arena, large) == (2, 0)
+    assert spot(arena, large) == (2, MID_PAGE)
     assert arena.descriptor(2)[1] == SEGMENT_BYTES + PAGE
     assert spot(arena, arena.empty(10, "f8")).segment == spot(arena, small).segment == 1
 
@@ -200,8 +200,8 @@ def test_blocks_never_overlap(steps: list[tuple[int, int]]) -> None:
     for (segment, start, nbytes), (next_segment, next_start, _) in pairwise(spans):
         assert segment != next_segment or start + nbytes <= next_start
     held.clear()
-    array = arena.empty(SEGMENT_BYTES, "u1")
-    assert spot(arena, array).offset == 0, "free stretches grow together again"
+    array = arena.empty(SEGMENT_BYTES - PAGE, "u1")
+    assert spot(arena, array).offset == MID_PAGE, "free stretches grow together again"
 
 
 def test_many_threads() -> None:

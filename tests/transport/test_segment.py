@@ -125,7 +125,7 @@ WRONG: dict[str, Callable[[], int]] = {
     "too large": lambda: memory(SEGMENT_BYTES + 4096),
     "empty": lambda: memory(0),
     "not sealed": lambda: memory(seals=False),
-    "another layout": lambda: memory(magic=b"rmshm\0\0\2"),
+    "another layout": lambda: memory(magic=MAGIC[:-1] + b"\xff"),
     "never written": lambda: memory(magic=b""),
     "a file": a_file,
     "a device": lambda: os.open(os.devnull, os.O_RDWR),

@@ -15,6 +15,7 @@ from rankmesh.cli.main import Subparsers
 BENCHES: Final = {
     "p2p": ("rankmesh.cli.p2p", "messages between two ranks: latency and bandwidth by size"),
     "rpc": ("rankmesh.cli.rpc", "calls between two ranks: latency, calls per second, bandwidth of arrays"),
+    "collectives": ("rankmesh.cli.collectives", "collectives by size and algorithm, beside gloo and mpi4py"),
     "memory": ("rankmesh.cli.memory", "one-sided reads and writes of another rank's memory, by size"),
 }
 

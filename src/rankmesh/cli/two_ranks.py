@@ -1,4 +1,4 @@
-"""Where a benchmark between two ranks runs, and its common options.
+"""Where a benchmark between two ranks (collectives: some) runs, and its common options.
 
 Inside a launch (`rankmesh run`, torchrun, srun …) ranks 0 and 1 of that launch measure, wherever they are; the others
 wait. Started alone it launches itself on two ranks of this host, or, for inproc, on two threads.
@@ -61,7 +61,7 @@ def options(args: argparse.Namespace) -> Iterator[str]:
         yield f"--json={args.json}"
 
 
-def run(name: str, args: argparse.Namespace, words: Iterator[str], measure: Measure) -> int:
+def run(name: str, args: argparse.Namespace, words: Iterator[str], measure: Measure, size: int = 2) -> int:
     """Run benchmark `name` with the options `words`: `measure` on each rank. The exit code."""
     placement = detect(os.environ, parent_pid=os.getppid())
     if placement is not None and placement.size > 1:
@@ -69,10 +69,10 @@ def run(name: str, args: argparse.Namespace, words: Iterator[str], measure: Meas
             raise ConfigError("Inside a launch the transport is that of the launch. Leave --transport out.")
         return measure(args, placement.local_rank, join)
     if args.transport == "inproc":
-        return _in_threads(args, measure)
+        return _in_threads(args, measure, size)
     with _environment(args.transport) as environ:
         program = Program("rankmesh", ("bench", name, *words), module=True)
-        return launch(program, World(nproc=2), Options(prefix=False), environ)
+        return launch(program, World(nproc=size), Options(prefix=False), environ)
 
 
 def pin(args: argparse.Namespace, local_rank: int) -> None:
@@ -82,14 +82,14 @@ def pin(args: argparse.Namespace, local_rank: int) -> None:
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
-def _in_threads(args: argparse.Namespace, measure: Measure) -> int:
+def _in_threads(args: argparse.Namespace, measure: Measure, size: int) -> int:
     url = f"inproc://bench-{uuid4().hex}"
 
     def rank(number: int) -> int:
-        return measure(args, number, lambda: join(url, rank=number, size=2))
+        return measure(args, number, lambda: join(url, rank=number, size=size))
 
-    with ThreadPoolExecutor(2) as threads:
-        return max(threads.map(rank, range(2)))
+    with ThreadPoolExecutor(size) as threads:
+        return max(threads.map(rank, range(size)))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from threading import get_ident
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -114,7 +115,7 @@ class Background:
 
     def _lead(self) -> None:
         engine = self._engine
-        engine.leader = self
+        engine.leader, engine.leading_thread = self, get_ident()
         try:
             while engine.leader is self and not engine.closed:
                 if engine.backlog:
@@ -132,7 +133,7 @@ class Background:
                         engine.acquire()
                     if self._taken():
                         return
-                    engine.leader = self
+                    engine.leader, engine.leading_thread = self, get_ident()
                     continue
                 if engine.backlog:  # a copy goes on
                     engine.glance()

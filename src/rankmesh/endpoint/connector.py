@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from rankmesh.endpoint.admission import Admission, Closed
 from rankmesh.endpoint.pool import Verdict, judge
-from rankmesh.endpoint.refusals import Refusals
+from rankmesh.endpoint.refusals import CLOSING, Refusals
 from rankmesh.endpoint.shortcut import NETWORKED, Shortcut, carrier
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ConfigError, ConnectError, RankmeshError
@@ -242,6 +242,11 @@ class Connector:
         return self.shortcut.place
 
     @property
+    def shared_place(self) -> str:
+        """The same where others can connect over shared memory; empty where they cannot."""
+        return self.shortcut.place if self.shortcut.name else ""
+
+    @property
     def no_shm(self) -> str:
         """Why this endpoint does not share memory; empty if it does."""
         return self.shortcut.trouble
@@ -330,8 +335,10 @@ class Connector:
         if dial.work is not None:
             dial.router.unreachable(error)
             dial.work.fail(error)
+        elif dial.router.outbound.only_optional() and not self.hub.awaits(dial.router.index):
+            dial.router.unreachable(error)
         else:
-            dial.router.lose(f"it cannot be reached at {dial.where} ({dial.trouble})")
+            dial.router.lose(f"it cannot be reached at {dial.where} ({dial.trouble})", left=dial.trouble == CLOSING)
 
     def admit(self, link: Link, dial: Dial, timeout: float) -> None:
         dial.admission = admission = self._new_admission(link, dial, timeout)

@@ -19,6 +19,7 @@ from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
+from rankmesh.endpoint.frames import TURN_BYTES
 from rankmesh.endpoint.outbound import RPC, RPC_FLAG
 from rankmesh.transport.ring import BELL, LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader, begin
 from rankmesh.wire.credit import OVERHEAD, CreditIn, batch
@@ -402,27 +403,31 @@ class RingPath(Direct):
                 engine.after_release()
 
     def read_bulk(self) -> int:
-        """Receive the next piece of a transfer, if all of it is here, right into its place. How many bytes that were;
-        0: the general way deals with what there is."""
-        ring, incoming = self._ring, self._inbound.incoming
-        at = ring.front()
-        if at < 0 or ring.size != HEADER_BYTES:
-            return 0
-        version, kind, _, _, _, ident, nbytes, offset = _unpack_from(ring.data, at)
-        if kind != _DATA or version != VERSION:
-            return 0
-        slot = ring.slot_behind(nbytes)
-        view = None if slot is None else incoming.place(ident, offset, nbytes)
-        if slot is None or view is None:
-            return 0
-        view[:] = slot
-        ring.pop_both()
-        self._link.after_read()
-        inbound = self._inbound
-        inbound.heard = True
-        inbound.frames += 1
-        incoming.landed(ident, nbytes)
-        return HEADER_BYTES + int(nbytes)
+        """Receive pieces of a transfer that are here as a whole, right into their place, up to its end. How many bytes
+        that were; 0: the general way deals with what there is."""
+        ring, inbound, taken = self._ring, self._inbound, 0
+        incoming, after_read, data = inbound.incoming, self._link.after_read, ring.data
+        while taken < TURN_BYTES:
+            at = ring.front()
+            if at < 0 or ring.size != HEADER_BYTES:
+                break
+            version, kind, _, _, _, ident, nbytes, offset = _unpack_from(data, at)
+            if kind != _DATA or version != VERSION:
+                break
+            slot = ring.slot_behind(nbytes)
+            view = None if slot is None else incoming.place(ident, offset, nbytes)
+            if slot is None or view is None:
+                break
+            view[:] = slot
+            ring.pop_both()
+            after_read()
+            inbound.frames += 1
+            taken += HEADER_BYTES + int(nbytes)
+            if incoming.landed(ident, nbytes):
+                break
+        if taken:
+            inbound.heard = True
+        return taken
 
     def _take(self, at: int) -> memoryview:
         """The payload of the message at the front, out of the ring: what is in it may be overwritten."""

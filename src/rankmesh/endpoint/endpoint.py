@@ -19,6 +19,7 @@ from rankmesh.endpoint.hub import Agent, Hub, Service
 from rankmesh.endpoint.matching import ANY_SOURCE, ANY_TAG
 from rankmesh.endpoint.messages import Messages
 from rankmesh.endpoint.peer import Peer
+from rankmesh.endpoint.refusals import CLOSING
 from rankmesh.endpoint.requests import Reply
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.transfers import Status
@@ -150,6 +151,7 @@ class Endpoint:
             "host": self.host,
             "pid": os.getpid(),
             "addresses": list(self._addresses),
+            "place": self._connector.shared_place,
         }
 
     def objection(self, identity: Identity) -> str:
@@ -157,7 +159,7 @@ class Endpoint:
         if identity.uid == self.uid:
             return "an endpoint cannot connect to itself"
         if self.hub.closed:
-            return "this endpoint is closing"
+            return CLOSING
         if identity.run and self._run and identity.run != self._run:
             return f"it belongs to another run ({identity.run or 'none'} instead of {self._run or 'none'})"
         member = self._members.get(identity.uid)

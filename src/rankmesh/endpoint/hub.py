@@ -21,7 +21,7 @@ from rankmesh.endpoint.matching import ANY_SOURCE, Matcher
 from rankmesh.endpoint.outbound import RPC
 from rankmesh.endpoint.progress import Engine
 from rankmesh.endpoint.requests import Awaiting
-from rankmesh.endpoint.router import PeerRouter, Router
+from rankmesh.endpoint.router import LOOKS, PeerRouter, Router
 from rankmesh.endpoint.transfers import Landing, Message, Posted, Probe, Receive
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import ClosedError, PeerLost
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rankmesh")
 
 _OBJECT: Final = int(Flag.OBJECT)
-#: Looks at every peer's liveness per heartbeat interval: how finely silence is measured.
-LOOKS: Final = 4
 
 #: A service handler: (router, ident, payload, owned). It runs on the thread that leads, with the lock, and must not
 #: block; the payload is valid during the call only, unless it is owned. It answers by `router.reply(ident, …)`, now or

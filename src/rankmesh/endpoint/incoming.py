@@ -189,12 +189,13 @@ class Incoming:
             return None
         return landing.view[offset : offset + nbytes]
 
-    def landed(self, ident: int, nbytes: int) -> None:
-        """A piece was put into its `place`."""
+    def landed(self, ident: int, nbytes: int) -> bool:
+        """A piece was put into its `place`. True: that was the last of its transfer."""
         if ident >= FIRST:
             self._posted_landed(self._arrivals.posted[ident], nbytes)
-        else:
-            self._piece_landed(self._incoming[ident], nbytes)
+            return ident not in self._arrivals.posted
+        self._piece_landed(self._incoming[ident], nbytes)
+        return ident not in self._incoming
 
     def _posted_landed(self, posted: Posted, nbytes: int) -> None:
         self._inbound.bytes += nbytes

@@ -159,6 +159,29 @@ class Outbound(FrameSender):
                 engine.after_release()
         send.result()
 
+    def put(self, group: int, tag: int, view: memoryview, timeout: float) -> bool:
+        """Send a small message now, as `send_buffer` does, for a caller that has the lock; `view` may be reused.
+        False: it has to go as a Send (there is no connection or no credit now, others wait, or it is large)."""
+        nbytes = len(view)
+        like = nbytes == self._like_nbytes and tag == self._like_tag and group == self._like_group
+        if not (self._clear and ((like and self._prepaid) or self._prepay(group, tag, nbytes))):
+            return False
+        self._prepaid -= 1
+        header, sent = self._like_header, HEADER_BYTES + nbytes
+        try:
+            if self._ring is not None and self._ring.put(self._like_prefix, view):
+                self._after_write()
+            else:
+                sent = self._link_send(b"".join((header, view)))
+        except OSError as error:
+            sent = self._not_sent(error, tag)
+        self.spoke = True
+        self.frames += 1
+        self.bytes += nbytes
+        if sent != HEADER_BYTES + nbytes:
+            self._send_rest(header, sent, group, tag, 0, [memoryview(bytes(view))], nbytes, timeout)
+        return True
+
     def _prepay(self, group: int, tag: int, nbytes: int) -> bool:
         """Make ready for small messages of this kind: the next ones often have the same group, tag and size, and need
         neither a header of their own nor a look at the credit. False: it is large, or there is no credit."""
@@ -304,6 +327,10 @@ class Outbound(FrameSender):
             self._waiting.append(send)
         if not self.blocked:  # else readiness flushes
             self.flush()
+
+    def only_optional(self) -> bool:
+        """Whether something waits here, and all of it might as well not be sent."""
+        return bool(self._waiting) and all(send.optional for send in self._waiting)
 
     def _check_size(self, send: Send) -> None:
         """Refuse what the other side would refuse, before a byte is sent."""

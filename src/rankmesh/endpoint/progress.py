@@ -30,12 +30,13 @@ import logging
 import os
 import select
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic, perf_counter, sleep
 from typing import Final
 
+from rankmesh.endpoint import forking
 from rankmesh.endpoint.background import Background
 from rankmesh.endpoint.timers import Timer, Timers
 from rankmesh.endpoint.waiting import (
@@ -65,9 +66,6 @@ SWEEP: Final = 32
 Handler = Callable[[int], None]
 
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
 class Engine:
     """See the module's text. Methods need the lock unless they say otherwise."""
 
@@ -76,6 +74,8 @@ class Engine:
         self.contenders: deque[None] = deque()
         #: The Work whose waiter leads; None if nobody does; `background` if that thread does.
         self.leader: Waited | None = None
+        #: The thread that took the lead last.
+        self.leading_thread = 0
         self.closed = False
         self.backlog: deque[Backlogged] = deque()
         #: Whoever waits for room to write: while there is anybody, all connections are looked at, not just one.
@@ -98,7 +98,7 @@ class Engine:
         self.last_lone: Hint | None = None
         self.background = Background(self, spin)
         self.watch(self._waker.fd, select.EPOLLIN, self._waker.clear)
-        _engines.add(self)
+        forking.engines.add(self)
 
     def start(self) -> None:
         """Start the background thread. Without the lock."""
@@ -166,17 +166,18 @@ class Engine:
     def step_down(self) -> Waited | None:
         """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
         `step_up`: it must not keep anything in its hands that others may change meanwhile."""
-        leader, self.leader = self.leader, None
+        leader = None
+        if self.leading_thread == get_ident():  # else this thread stepped down before, and the lead is another's now
+            leader, self.leader = self.leader, None
         self.lock.release()
         return leader
 
     def step_up(self, leader: Waited | None) -> None:
         """Take the lock again, and the lead if nobody waits with it. The engine may have been closed meanwhile, by the
         very code that ran."""
-        if not self.lock.acquire(False):
-            self.acquire()
-        if self.leader is None or self.leader.yields:
-            self.leader = leader
+        self.acquire()
+        if leader is not None and (self.leader is None or self.leader.yields):
+            self.leader, self.leading_thread = leader, get_ident()
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any
@@ -197,7 +198,7 @@ class Engine:
                     return
                 self._follow(work, deadline)
             else:
-                self.leader = work
+                self.leader, self.leading_thread = work, get_ident()
                 try:
                     if self.backlog:
                         self.work_off_backlog()
@@ -252,14 +253,18 @@ class Engine:
         poll, end = self.poll, 0.0
         while True:
             events = poll(0, EVENTS)
-            if events or (self.looks and self.look_around()):
+            if (self.looks and self.look_around()) or events:  # neither keeps the other waiting
                 if self._handle(events, work):
                     spin.misses = 0
                     return True
                 if work.yields:  # what it waits for is whatever comes
                     spin.misses = 0
                 end = 0.0
-            now = perf_counter()
+            now = perf_counter()  # the clock of the timers, too
+            if now >= self.timers.next:  # whoever receives for seconds on end shows life meanwhile
+                self.timers.run(now)
+                if work.finished:
+                    return True
             if not end:
                 end = now + self.patience
             elif now >= end:
@@ -439,7 +444,8 @@ class Engine:
 
     def work_off_backlog(self) -> None:
         for _ in range(len(self.backlog)):
-            self.backlog.popleft().work_off()
+            if self.backlog:  # one of them may step down, and another thread work off the rest
+                self.backlog.popleft().work_off()
 
     def run_deferred(self) -> None:
         """Users' callbacks, without the lock. One that raises is logged and spoils nothing else."""
@@ -472,7 +478,7 @@ class Engine:
         with self:
             self._epoll.close()
             os.close(self._waker.fd)
-            _engines.discard(self)
+            forking.engines.discard(self)
 
     def _occupied(self) -> bool:
         with self:
@@ -490,11 +496,3 @@ class Engine:
             os.dup2(null, fd, inheritable=False)
         os.close(null)
         self._handlers.clear()
-
-
-def _after_fork() -> None:
-    for engine in list(_engines):
-        engine.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)

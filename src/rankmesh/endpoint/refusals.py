@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rankmesh")
 
+#: Why whoever closes takes no more connections: it leaves, and is not lost.
+CLOSING: Final = "this endpoint is closing"
 #: Seconds between two lines about one address.
 QUIET: Final = 5.0
 #: Addresses that are told apart; the rest share their lines.

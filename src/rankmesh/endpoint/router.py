@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rankmesh")
 
+#: Looks at every peer's liveness per heartbeat interval: how finely silence is measured.
+LOOKS: Final = 4
+
 _IN: Final = select.EPOLLIN
 _OUT: Final = select.EPOLLOUT
 _ANY: Final = _IN | _OUT
@@ -164,7 +167,8 @@ class PeerRouter(Conversation):
         if self.inbound.heard:
             self.inbound.heard = False
             self.last_heard = now
-        elif now - self.last_heard > config.heartbeat_timeout:
+        elif now - self.last_heard > config.heartbeat_timeout - 2 * config.heartbeat_interval / LOOKS:
+            # it may have been silent since the look before that one, and the next one would be too late
             self.lose(f"it has been silent for {now - self.last_heard:.1f} s")
             return
         if self.outbound.spoke:
@@ -227,8 +231,12 @@ class PeerRouter(Conversation):
     def request(self, service: int, parts: list[memoryview], nbytes: int, op: str, timeout: float) -> Request:
         """Ask the peer's `service`."""
         request = Request(self, op, self.outbound.new_ident(), timeout)
-        self.outbound.start(Send(self, op, service, request.ident, int(Flag.REQUEST), parts, nbytes, timeout))
-        self.requests[request.ident] = request
+        self.requests[request.ident] = request  # before it is sent: a connection may be refused at once
+        try:
+            self.outbound.start(Send(self, op, service, request.ident, int(Flag.REQUEST), parts, nbytes, timeout))
+        except RankmeshError:
+            self.requests.pop(request.ident, None)
+            raise
         return request
 
     def reply(self, ident: int, parts: list[memoryview], nbytes: int, failed: bool = False, service: int = 0) -> None:
@@ -291,10 +299,8 @@ class PeerRouter(Conversation):
         """No connection could be made: what waits for one fails, and the next operation tries again."""
 
         def connect_error(op: str, tag: int | None) -> PeerError:
-            return ConnectError(
-                error.message,
-                **{**error.__dict__, "message": error.message, **self.peer.attributes(), "op": op, "tag": tag},
-            )
+            about = {**vars(error), **self.peer.attributes(), "op": op, "tag": tag}
+            return ConnectError(about.pop("message"), **about)
 
         self._fail_all(connect_error)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rankmesh.buffers import EMPTY, fresh
 from rankmesh.endpoint.lanes import Cursor
 from rankmesh.endpoint.work import Work
-from rankmesh.errors import RankmeshError, TruncationError, UsageError
+from rankmesh.errors import CancelledError, RankmeshError, TruncationError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,6 +49,9 @@ class SendState(Enum):
 
 class Send(Work[None]):
     """A message, request or reply on its way out. It is done when its buffers may be reused."""
+
+    #: A peer that cannot be reached, and for which nothing else waits, is not lost: it may have left in order.
+    optional = False
 
     def __init__(
         self,
@@ -91,6 +94,10 @@ class Send(Work[None]):
         if self.counted:
             self._router.outbound.rpc_bytes -= self.nbytes
         super()._end()
+
+    def abandon(self) -> None:
+        """It need not be sent any more."""
+        self._give_up(CancelledError(f"{self._describe()} was given up by this side."))
 
     def _give_up(self, error: RankmeshError) -> None:
         self._router.outbound.withdraw(self)

@@ -48,6 +48,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     addresses: tuple[str, ...]
+    #: Where memory can be shared with it (transport/place.py); empty: nowhere.
+    place: str = ""
 
     def identity(self) -> Identity:
         """As whom it is expected; what it allows is learnt when it connects."""
@@ -233,6 +235,7 @@ def meet(endpoint: Endpoint, meeting: Meeting, deadline: float) -> list[Member]:
         host=info["host"],
         pid=info["pid"],
         addresses=tuple(info["addresses"]),
+        place=info["place"],
     )
     keys = [f"{meeting.run}/rank/{rank}" for rank in range(meeting.size)]
     holder = _read(store.claim(keys[meeting.rank], msgspec.msgpack.encode(mine), timeout))

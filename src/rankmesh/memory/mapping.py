@@ -2,7 +2,7 @@
 
     page 0    two words for each peer that has it mapped: how many of its threads are writing right now; and its permit,
               which is the region's generation; 0 once the region is unregistered, 1 while it is forbidden to that peer
-    page 1 …  the region's bytes
+    page 1 …  the region's bytes, from the middle of the page on
 
 The memory is anonymous and sealed (nobody can resize it), and its descriptor is passed over the connection. Only peers
 that may open the region get it; for a region with access "r" it is sealed against writing, too. A region with access
@@ -25,8 +25,6 @@ What is in page 0 is written by peers, and nothing but waiting depends on it.
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import threading
 import weakref
@@ -36,14 +34,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from rankmesh.buffers import EMPTY
+from rankmesh.buffers import EMPTY, MID_PAGE
 from rankmesh.errors import AccessDenied, DeadlineError, StaleRegion
-from rankmesh.transport.segment import seal
+from rankmesh.transport.segment import anonymous
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.router import Router
 
 PAGE: Final = 4096
+_DATA_AT: Final = PAGE + MID_PAGE
 #: The first pair of words is nobody's: a slot is never 0.
 FIRST_SLOT: Final = 2
 WORDS: Final = PAGE // 8
@@ -55,8 +54,6 @@ PIECE_BYTES: Final = 4 * 1024 * 1024
 _SMALL: Final = 64 * 1024
 #: Of what is closed: no permit, and words that nobody looks at.
 _NO_WORDS: Final = memoryview(bytearray(PAGE)).cast("Q")
-#: linux/fcntl.h; Python names it from 3.14 on.
-_F_SEAL_FUTURE_WRITE: Final = 0x0010
 #: Segments of regions are numbered apart from those of arenas, which count from 1.
 SEGMENT: Final = 1 << 63
 
@@ -66,24 +63,15 @@ class SharedMemory:
 
     def __init__(self, nbytes: int, generation: int, writable: bool) -> None:
         """Raises OSError where there is no such memory."""
-        self.nbytes = PAGE + -(-nbytes // PAGE) * PAGE
+        self.nbytes = PAGE + -(-(MID_PAGE + nbytes) // PAGE) * PAGE
         self.segment = generation | SEGMENT
         self.writable = writable
-        fd = os.memfd_create("rankmesh-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, self.nbytes)
-            view = memoryview(mmap.mmap(fd, self.nbytes))
-            if not writable:
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
-            seal(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        self.fd = fd
-        self._free_descriptor = weakref.finalize(self, os.close, fd)
+        memory, self.fd = anonymous("rankmesh-region", self.nbytes, others_write=writable)
+        view = memoryview(memory)
+        self._free_descriptor = weakref.finalize(self, os.close, self.fd)
         self._words = view[:PAGE].cast("Q")
         self._generation = generation
-        self.data = view[PAGE : PAGE + nbytes]
+        self.data = view[_DATA_AT : _DATA_AT + nbytes]
         self._fence = threading.Lock()
         #: By router index: which words are that peer's. And those that were given back.
         self._slots: dict[int, int] = {}
@@ -149,7 +137,7 @@ class Mapping:
         self._name = name
         self._slot = slot
         self._words = memory[:PAGE].cast("Q")
-        self._data = memory[PAGE : PAGE + nbytes]
+        self._data = memory[_DATA_AT : _DATA_AT + nbytes]
         self._lock = threading.Lock()
         self._writers = 0
         #: Handles that use it.
@@ -234,7 +222,7 @@ class Mapping:
 
 def fits(memory: memoryview, nbytes: int, slot: int) -> bool:
     """Whether what a peer passed is what it says."""
-    return FIRST_SLOT <= slot < WORDS - 1 and 0 < nbytes <= len(memory) - PAGE
+    return FIRST_SLOT <= slot < WORDS - 1 and 0 < nbytes <= len(memory) - _DATA_AT
 
 
 def _copy(to: memoryview, source: memoryview) -> None:

@@ -82,12 +82,14 @@ class FaultLink:
     def trickle(self, max_bytes: int) -> None:
         self._longest = max_bytes
 
-    def resume(self) -> None:
-        """End a stall, begun or planned."""
+    def resume(self, for_bytes: int | None = None) -> None:
+        """End a stall, begun or planned; `for_bytes`: until that many more have been sent."""
         with self._lock:
             self._planned.pop("stalled", None)
             if self._state == "stalled":
                 self._state = "up"
+            if for_bytes is not None:
+                self._planned["stalled"] = self.sent + for_bytes
             self._watch()
 
     def _plan(self, state: State, after_bytes: int) -> None:

@@ -1,8 +1,9 @@
 """Arrays in memory that other processes can map: the owner's side.
 
-An arena is a few sealed anonymous segments, cut into blocks on page boundaries, first fit. A block returns when the
-last array over it is gone; a segment without blocks is given back to the system, except one, which is kept for the
-next. What is sent from here can be copied by the receiver straight from where it lies (endpoint/sharing.py).
+An arena is a few sealed anonymous segments, cut into blocks of whole pages, first fit; an array begins in the middle of
+its first page (see MID_PAGE). A block returns when the last array over it is gone; a segment without blocks is given
+back to the system, except one, which is kept for the next. What is sent from here can be copied by the receiver
+straight from where it lies (endpoint/sharing.py).
 
 May be used from many threads. Blocks are returned by the collector, at any time and on any thread, so they only queue
 up there; the next allocation takes them in.
@@ -11,7 +12,6 @@ up there; the next allocation takes them in.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import threading
 import weakref
@@ -22,11 +22,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
+from rankmesh.buffers import MID_PAGE
 from rankmesh.config import MIB
-from rankmesh.transport.segment import seal
+from rankmesh.transport.segment import anonymous
 
 PAGE: Final = 4096
-SEGMENT_BYTES: Final = 64 * MIB
+SEGMENT_BYTES: Final = 64 * MIB + PAGE
 
 
 class Spot(NamedTuple):
@@ -42,18 +43,10 @@ class _Segment:
     def __init__(self, ident: int, nbytes: int) -> None:
         self.ident = ident
         self.nbytes = nbytes
-        fd = os.memfd_create("rankmesh-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, nbytes)
-            seal(fd)
-            self.memory = mmap.mmap(fd, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
-        self.fd = fd
+        self.memory, self.fd = anonymous("rankmesh-arena", nbytes)
         self.address = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
         self.free: list[tuple[int, int]] = [(0, nbytes)]
-        weakref.finalize(self, os.close, fd)
+        weakref.finalize(self, os.close, self.fd)
 
     def take(self, nbytes: int) -> int:
         """The offset of a free block, or -1."""
@@ -96,11 +89,11 @@ class Arena:
         kind = np.dtype(dtype)
         count = math.prod(shape) if isinstance(shape, tuple) else shape
         nbytes = count * kind.itemsize
-        block = -(-nbytes // PAGE) * PAGE
+        block = -(-(MID_PAGE + nbytes) // PAGE) * PAGE
         with self._lock:
             self._take_in()
             segment, start = self._find(block)
-        owner = np.frombuffer(segment.memory, np.uint8, nbytes, start)
+        owner = np.frombuffer(segment.memory, np.uint8, nbytes, start + MID_PAGE)
         # Every view of the array refers to `owner`: numpy follows bases down to it, and no further.
         weakref.finalize(owner, self._returned.append, (segment.ident, start, block)).atexit = False
         return owner.view(kind).reshape(shape)

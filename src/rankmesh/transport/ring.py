@@ -2,7 +2,7 @@
 
     control   one page of 64-bit words, each alone on a cache line: TAIL HEAD BELL ROOM FREED STATE
     data      RING_BYTES of records, for what is small
-    slots     SLOTS blocks of SLOT_BYTES, for what is large; used in turn
+    slots     SLOTS blocks of SLOT_BYTES, for what is large; used in turn; from the middle of a page on
 
 A record begins at a multiple of LINE with one word, size | kind << 32. An INLINE record's bytes follow it; a SLOT
 record's bytes lie in the next slot. The stream is what the records contain, in order. No record wraps: what does not
@@ -32,14 +32,17 @@ import errno
 from collections.abc import Sequence
 from typing import Final
 
+from rankmesh.buffers import MID_PAGE
+
 LINE: Final = 64
 WORD: Final = 8
 RING_BYTES: Final = 256 * 1024
-#: Measured (bench/README.md): smaller blocks are still dirty in the writer's cache when they are fetched, and cost 4x.
+#: Measured for 64 MiB: 0.25 to 0.75 MiB are slower, and so are 2.
 SLOT_BYTES: Final = 1024 * 1024
 SLOTS: Final = 4
 CONTROL_BYTES: Final = 4096
-DIRECTION_BYTES: Final = CONTROL_BYTES + RING_BYTES + SLOTS * SLOT_BYTES
+_SLOTS_AT: Final = CONTROL_BYTES + RING_BYTES + MID_PAGE
+DIRECTION_BYTES: Final = CONTROL_BYTES + RING_BYTES + SLOTS * SLOT_BYTES + 2 * MID_PAGE
 
 #: Indices of the control words.
 TAIL: Final = 0 * LINE // WORD
@@ -83,7 +86,7 @@ class _End:
         self.control = memory[:CONTROL_BYTES].cast("Q")
         self.data = memory[CONTROL_BYTES : CONTROL_BYTES + RING_BYTES]
         self.words = self.data.cast("Q")
-        self.slots = memory[CONTROL_BYTES + RING_BYTES :]
+        self.slots = memory[_SLOTS_AT : _SLOTS_AT + SLOTS * SLOT_BYTES]
 
     def release(self) -> None:
         """Let go of the memory; the end cannot be used any more."""

@@ -20,7 +20,7 @@ from typing import Final
 from rankmesh.transport.ring import DIRECTION_BYTES
 
 #: Names the layout, ring.py's included: both sides must mean the same.
-MAGIC: Final = b"rmshm\x00\x00\x01"
+MAGIC: Final = b"rmshm\x00\x00\x02"
 PROOF_BYTES: Final = 16
 _PAGE: Final = 4096
 _PROOFS: Final = (64, 128)
@@ -29,15 +29,17 @@ CELLS: Final = 64
 _CELLS: Final = (1024, 2048)
 _WORD_MOST: Final = (1 << 64) - 1
 SEGMENT_BYTES: Final = _PAGE + 2 * DIRECTION_BYTES
+#: linux/fcntl.h; Python names it from 3.14 on.
+_F_SEAL_FUTURE_WRITE: Final = 0x0010
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Segment:
     """One side's mapping. `side` 0 has made it, 1 was given it."""
 
-    def __init__(self, fd: int, side: int) -> None:
+    def __init__(self, memory: mmap.mmap, side: int) -> None:
         self._side = side
-        self._map = mmap.mmap(fd, SEGMENT_BYTES)
+        self._map = memory
         self._view = memoryview(self._map)
         first = self._view[_PAGE : _PAGE + DIRECTION_BYTES]
         second = self._view[_PAGE + DIRECTION_BYTES :]
@@ -75,6 +77,22 @@ def seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
+def anonymous(name: str, nbytes: int, others_write: bool = True) -> tuple[mmap.mmap, int]:
+    """New memory without a name in any file system, sealed, and its descriptor, which is the caller's to pass on and
+    close. `others_write`: who maps it from now on may write to it. Raises OSError where there is no such memory."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        memory = mmap.mmap(fd, nbytes)
+        if not others_write:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        seal(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return memory, fd
+
+
 def check(fd: int, nbytes: int) -> None:
     """Raises OSError unless this is sealed memory of that size."""
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for what is no such memory
@@ -84,14 +102,8 @@ def check(fd: int, nbytes: int) -> None:
 
 def create() -> tuple[Segment, int]:
     """A new segment and its descriptor, which is the caller's to pass on and close."""
-    fd = os.memfd_create("rankmesh", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, SEGMENT_BYTES)
-        seal(fd)
-        segment = Segment(fd, 0)
-    except BaseException:
-        os.close(fd)
-        raise
+    memory, fd = anonymous("rankmesh", SEGMENT_BYTES)
+    segment = Segment(memory, 0)
     segment._view[: len(MAGIC)] = MAGIC
     return segment, fd
 
@@ -99,7 +111,7 @@ def create() -> tuple[Segment, int]:
 def attach(fd: int) -> Segment:
     """The segment behind a descriptor that was passed. Raises OSError for what is none."""
     check(fd, SEGMENT_BYTES)
-    segment = Segment(fd, 1)
+    segment = Segment(mmap.mmap(fd, SEGMENT_BYTES), 1)
     if bytes(segment._view[: len(MAGIC)]) != MAGIC:
         segment.close()
         raise OSError(errno.EBADMSG, "the memory offered has another layout; install the same version on both sides")

@@ -1,0 +1,84 @@
+"""Call: what a rank has called, as it is compared with the others' and shown in errors.
+
+The tag of a collective's messages holds its sequence number and a digest of everything that all ranks must say alike.
+So messages of calls that differ never match: nothing is computed from them, and nothing has to be compared on the
+way. Ranks whose calls differ wait for each other; after a fraction of a second they ask each other what they called
+(agent.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import lru_cache
+from time import monotonic
+from types import FrameType
+from typing import Final, NamedTuple
+from zlib import crc32
+
+#: Tags above this are other parts' of rankmesh.
+_FIRST_TAG: Final = -1024
+_DIGEST_BITS: Final = 22
+_SEQUENCE_BITS: Final = 39
+_PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TESTS: Final = os.path.join(_PACKAGE, "testing") + os.sep
+
+
+class Signature(NamedTuple):
+    """What all ranks must say alike."""
+
+    collective: str
+    what: str = ""
+    op: str = ""
+    root: int | None = None
+    algorithm: str = ""
+
+    def __str__(self) -> str:
+        root = "" if self.root is None else f"root {self.root}"
+        return ", ".join(filter(None, (self.what, self.op, root, self.algorithm)))
+
+
+@lru_cache(maxsize=4096)
+def digest(signature: Signature) -> int:
+    return crc32(repr(tuple(signature)).encode()) & ((1 << _DIGEST_BITS) - 1)
+
+
+class Call:
+    """One call of one rank."""
+
+    __slots__ = ("_code", "_instruction", "digest", "given_up", "sequence", "signature", "when")
+
+    def __init__(self, sequence: int, signature: Signature, known: int | None = None, depth: int = 1) -> None:
+        """`known`: the signature's digest. `depth`: how many frames up rankmesh's own code is sure to go."""
+        self.sequence = sequence
+        self.signature = signature
+        self.digest = digest(signature) if known is None else known
+        frame = _users_frame(sys._getframe(depth))
+        self._code, self._instruction = frame.f_code, frame.f_lasti  # its line is looked up when somebody asks
+        self.when = monotonic()
+        #: Why this rank does not go on with it; empty while it does.
+        self.given_up = ""
+
+    @property
+    def tag(self) -> int:
+        return _FIRST_TAG - ((self.sequence % (1 << _SEQUENCE_BITS)) << _DIGEST_BITS | self.digest)
+
+    @property
+    def line(self) -> int:
+        lines = (line for first, end, line in self._code.co_lines() if first <= self._instruction < end)
+        return next(lines, None) or self._code.co_firstlineno
+
+    def __str__(self) -> str:
+        about = str(self.signature)
+        place = f"{os.path.basename(self._code.co_filename)}:{self.line}"
+        return f"{self.signature.collective} #{self.sequence}{f' ({about})' if about else ''} at {place}"
+
+
+def _users_frame(frame: FrameType) -> FrameType:
+    """The innermost, from this one on, of code that is not rankmesh's own."""
+    while frame.f_back is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_PACKAGE) or path.startswith(_TESTS):
+            break
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,159 @@
+"""One call's way over the stage: the steps of its plan (staging.py), with the memory they need. It takes a step when
+what that waits for is there, and knows nothing of who drives it: the caller itself (verbs.py), or the engine
+(staged.py)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from rankmesh.collectives.calls import Signature
+from rankmesh.collectives.kinds import Array, Operation
+from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, SLOTS, STAGED, Stage
+from rankmesh.collectives.staging import Case, Chunk, chunks
+
+_STAGE: Final = 0
+_COMBINE: Final = 1
+_FETCH: Final = 2
+
+
+class Step(NamedTuple):
+    """`what` of chunk `number`. It waits for what `ranks` say, STAGED or COMBINED (`words`, by slot)."""
+
+    what: int
+    number: int
+    chunk: Chunk
+    ranks: tuple[int, ...]
+    words: tuple[int, ...]
+
+
+class Recipe(NamedTuple):
+    """What calls that are alike share. `apply` reduces, where anything is reduced."""
+
+    signature: Signature
+    digest: int
+    steps: tuple[Step, ...]
+    apply: Operation | None = None
+
+
+@lru_cache(maxsize=1024)
+def steps(name: str, case: Case) -> tuple[Step, ...]:
+    """In the order in which a rank takes them: it stages a chunk ahead, and fetches a chunk behind, so that what it
+    waits for has usually been done by the others meanwhile."""
+    plan = chunks(name, case)
+    order = []
+    for turn in range(len(plan) + 2):
+        for behind, what in enumerate((_STAGE, _COMBINE, _FETCH)):
+            number = turn - behind
+            if 0 <= number < len(plan) and _needed(what, plan[number]):
+                chunk = plan[number]
+                combined = what == _FETCH and chunk.combine is not None
+                ranks = () if what == _STAGE else chunk.combined_by if combined else chunk.staged_by
+                order.append(Step(what, number, chunk, ranks, COMBINED if combined else STAGED))
+    return tuple(order)
+
+
+def _needed(what: int, chunk: Chunk) -> bool:
+    if what == _STAGE:
+        return not chunk.silent
+    if what == _COMBINE:
+        return chunk.combine is not None
+    return chunk.combine is None or bool(chunk.fetch)
+
+
+class Passage:
+    """`source` and `target` are flat; see staging.py for what they may have in common. Methods need the engine's
+    lock."""
+
+    __slots__ = ("_apply", "_at", "_digest", "_sequence", "_serial", "_slots", "_source", "_stage", "_steps", "_target")
+
+    def __init__(self, stage: Stage, recipe: Recipe, sequence: int, source: Array, target: Array) -> None:
+        self._stage = stage
+        _, self._digest, self._steps, self._apply = recipe
+        self._at = 0
+        self._sequence = sequence
+        self._serial = sequence + 1 << CHUNK_BITS  # no serial is 0, which all words are at first
+        self._source = source
+        self._target = target
+        self._slots = stage.slots(source.dtype)
+
+    @property
+    def ended(self) -> bool:
+        return self._at == len(self._steps)
+
+    def may_step(self) -> bool:
+        """What the next step waits for is there, or there is none."""
+        if self._at == len(self._steps):
+            return True
+        what, number, _, ranks, words = self._steps[self._at]
+        slot = (self._sequence + number) % SLOTS
+        if what == _STAGE:
+            return self._stage.free(slot)
+        word, serial, said = words[slot], self._serial + number, self._stage.words
+        for rank in ranks:
+            its = said[rank]
+            if its[word] != serial or its[word + 1] != self._digest:
+                return False
+        return True
+
+    def step(self) -> None:
+        """Take the next step, which may be taken."""
+        what, number, chunk, _, _ = self._steps[self._at]
+        self._at += 1
+        stage, slot, serial = self._stage, (self._sequence + number) % SLOTS, self._serial + number
+        if what == _STAGE:
+            source, own = self._source, self._slots[stage.rank][slot]
+            for start, stop, at in chunk.stage:
+                length = stop - start
+                own[at : at + length] = source if length == len(source) else source[start:stop]
+            stage.hold(slot, serial)
+            stage.say(STAGED[slot], serial, self._digest)
+            return
+        if what == _COMBINE:
+            if self._combine(chunk, slot):
+                stage.say(COMBINED[slot], serial, self._digest)
+            if chunk.fetch:
+                return
+        target = self._target
+        for rank, at, start, stop in chunk.fetch:
+            target[start:stop] = self._slots[rank][slot][at : at + stop - start]
+        stage.done(serial)
+
+    def _combine(self, chunk: Chunk, slot: int) -> bool:
+        """True: others are to see the result."""
+        slots, apply, own = self._slots, self._apply, self._stage.rank
+        assert chunk.combine is not None, "this step combines"
+        assert apply is not None, "a recipe that combines has an operation"
+        start, stop, places, staged, into, publish = chunk.combine
+        length = stop - start
+        parts = [slots[rank][slot][at : at + length] for rank, at in enumerate(places)]
+        if not staged:
+            parts[own] = self._source[start:stop]
+        if publish >= 0:
+            result = slots[own][slot][publish : publish + length]
+        else:
+            target = self._target
+            result = target if length == len(target) else target[into : into + length]
+        left = parts[0]
+        for right in parts[1:]:
+            apply(left, right, result)
+            left = result
+        if publish < 0:
+            return False
+        if into >= 0:
+            self._target[into : into + length] = result
+        return True
+
+    def awaited(self) -> list[int]:
+        """Ranks whose word the next step waits for."""
+        if self.ended:
+            return []
+        what, number, _, ranks, words = self._steps[self._at]
+        slot = (self._sequence + number) % SLOTS
+        if what == _STAGE:
+            return self._stage.behind(slot)
+        return [rank for rank in ranks if self._stage.words[rank][words[slot]] != self._serial + number]
+
+    def give_up(self) -> None:
+        """This rank reads nothing of this call any more."""
+        self._stage.done(self._serial | (1 << CHUNK_BITS) - 1)

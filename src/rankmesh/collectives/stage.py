@@ -1,0 +1,270 @@
+"""The stage of a group: memory by which its ranks, all on one host, run collectives without a message.
+
+Each rank has a segment that it writes and the others only read (it is sealed against their writing):
+
+    page 0    words, each kind on a cache line of its own: SLEEP; DONE; and for each slot STAGED and COMBINED
+    page 1 …  SLOTS slots of SLOT_BYTES, from the middle of the page on
+
+Rules:
+1. A serial number names a chunk of a call: the group's sequence number and the chunk's. It goes into the slot of that
+   number; a rank says STAGED (COMBINED) by writing the digest of its call, then the serial, after the bytes. x86 keeps
+   stores in order, and loads: who sees the serial sees the rest.
+2. Calls that differ have different digests, so their words never match, and they stall like calls whose messages do
+   not match; agent.py finds out why.
+3. DONE says up to which serial a rank no longer reads anybody's slots. A slot is written again when all are done with
+   what it held. A rank that gives a call up is done with all of it.
+4. Who is about to sleep makes SLEEP odd, then looks again; who has written a word looks at SLEEP, with a full barrier
+   between the two on both sides, and rings the sleeper once.
+5. Calls use the stage in the order of their sequence numbers: the others wait in `queue`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from os import sched_yield
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+
+from rankmesh.buffers import MID_PAGE
+from rankmesh.config import KIB
+from rankmesh.endpoint.router import PeerRouter
+from rankmesh.endpoint.waiting import Look, Waited
+from rankmesh.transport.segment import anonymous
+
+if TYPE_CHECKING:
+    from rankmesh.collectives.passage import Passage
+    from rankmesh.collectives.staged import StagedCollective
+    from rankmesh.endpoint.progress import Engine
+    from rankmesh.endpoint.requests import Lone
+    from rankmesh.endpoint.router import Router
+
+Array = np.ndarray[Any, Any]
+
+SLOTS: Final = 4
+#: Measured for 64 KiB to 64 MiB: slots of 128 and 256 KiB, and of 1 MiB, are slower.
+SLOT_BYTES: Final = 512 * KIB
+_PAGE: Final = 4096
+_SLOTS_AT: Final = _PAGE + MID_PAGE
+STAGE_BYTES: Final = _SLOTS_AT + SLOTS * SLOT_BYTES
+#: Elements are not larger, so that a slot holds many.
+MOST_ITEM_BYTES: Final = 4096
+#: Words: where each kind is. The second word of STAGED and COMBINED is the digest.
+SLEEP: Final = 0
+DONE: Final = 8
+STAGED: Final = tuple(16 + 16 * slot for slot in range(SLOTS))
+COMBINED: Final = tuple(24 + 16 * slot for slot in range(SLOTS))
+#: A serial number has so many bits for the chunk.
+CHUNK_BITS: Final = 20
+#: Looks without a pause, by how well that lately went; then others run in between, for so many times Config.spin.
+_LOOKS: Final = tuple(range(count) for count in (1, 20, 100, 400))
+_YIELDS: Final = range(16)
+_PATIENCE: Final = 10
+#: Seconds in sched_yield that say that others wanted the core.
+_CROWDED: Final = 5e-6
+
+
+class Stepping(Protocol):
+    def may_step(self) -> bool: ...
+
+
+def create() -> tuple[memoryview, int]:
+    """This rank's segment and its descriptor, which is the caller's to pass on and close. Raises OSError where there
+    is no such memory."""
+    memory, fd = anonymous("rankmesh-stage", STAGE_BYTES, others_write=False)
+    return memoryview(memory), fd
+
+
+class Stage:
+    """All segments of a group, as one rank sees them. Methods need the engine's lock."""
+
+    def __init__(
+        self, engine: Engine, key: int, rank: int, routers: Sequence[Router], segments: list[memoryview]
+    ) -> None:
+        self._engine = engine
+        self._key = key
+        self.rank = rank
+        self._segments = segments
+        #: By rank.
+        self.words = [segment[:_PAGE].cast("Q") for segment in segments]
+        self._own = self.words[rank]
+        self._others: list[tuple[int, memoryview, PeerRouter]] = [
+            (q, self.words[q], router) for q, router in enumerate(routers) if isinstance(router, PeerRouter)
+        ]
+        self._arrays: dict[np.dtype[Any], list[list[Array]]] = {}
+        self._fence = threading.Lock()
+        self._rung = [0] * len(segments)
+        self._looks = 1
+        #: The serial that each of this rank's slots holds, and up to which all are known to be done.
+        self._held = [0] * SLOTS
+        self._all_done = 0
+        self.queue: deque[StagedCollective] = deque()
+
+    def close(self) -> None:
+        """Let go of the memory. Nothing is under way."""
+        self._engine.looks.pop(self._key, None)
+        self._arrays.clear()
+        self._others.clear()
+        self.words.clear()
+        self._segments.clear()
+        del self._own
+
+    # ------------------------------------------------------------------ memory
+
+    def slots(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+        """[rank][slot], as arrays of that dtype."""
+        arrays = self._arrays.get(dtype)
+        if arrays is None:
+            room = SLOT_BYTES // dtype.itemsize
+            arrays = self._arrays[dtype] = [
+                [np.frombuffer(segment, dtype, room, _SLOTS_AT + slot * SLOT_BYTES) for slot in range(SLOTS)]
+                for segment in self._segments
+            ]
+        return arrays
+
+    def free(self, slot: int) -> bool:
+        """Nobody reads any more what this rank's slot holds."""
+        held = self._held[slot]
+        if held > self._all_done:
+            self._all_done = min(words[DONE] for _, words, _ in self._others)
+        return held <= self._all_done
+
+    def behind(self, slot: int) -> list[int]:
+        """Who may still read what this rank's slot holds."""
+        return [rank for rank, words, _ in self._others if words[DONE] < self._held[slot]]
+
+    def hold(self, slot: int, serial: int) -> None:
+        self._held[slot] = serial
+
+    def say(self, word: int, serial: int, digest: int) -> None:
+        """What was staged or combined is there."""
+        own = self._own
+        own[word + 1] = digest
+        own[word] = serial
+        self._wake()
+
+    def done(self, serial: int) -> None:
+        """Nothing up to this serial is read here any more."""
+        if serial > self._own[DONE]:
+            self._own[DONE] = serial
+            self._wake()
+
+    def _wake(self) -> None:
+        fence = self._fence
+        fence.acquire()
+        fence.release()
+        for rank, words, router in self._others:
+            epoch = words[SLEEP]
+            if epoch & 1 and self._rung[rank] != epoch and router.polled is not None:
+                self._rung[rank] = epoch
+                router.polled.ring()
+
+    # ------------------------------------------------------------------ calls, in their order
+
+    def enter(self, call: StagedCollective) -> None:
+        self.queue.append(call)
+        if self.queue[0] is call:
+            self._go_on()
+
+    def leave(self, call: StagedCollective) -> None:
+        """It has ended, well or badly."""
+        first = self.queue[0] is call
+        self.queue.remove(call)
+        if not self.queue:
+            self._engine.looks.pop(self._key, None)
+        elif first:
+            self._engine.backlog.append(self)
+
+    def work_off(self) -> None:
+        """From the engine's backlog: the next call is the first now."""
+        if self.queue:
+            self._go_on()
+
+    def partner_gone(self) -> None:
+        """A member has left, or is lost: who waits for its word waits in vain."""
+        if self.queue:
+            self.queue[0].forsaken()
+
+    def _go_on(self) -> None:
+        first = self.queue[0]
+        if not first.step() and not first.forsaken():
+            self._engine.looks.setdefault(self._key, Look(self.ready, self.arm, self.serve))
+
+    def run(self, passage: Passage) -> bool:
+        """Take a call's steps on behalf of its caller, who waits. False: it takes longer; the call enters, and waits
+        like any other."""
+        engine = self._engine
+        if self.queue or not engine.may_look():
+            return False
+        self._awake()
+        while not passage.ended:
+            for _ in _LOOKS[self._looks]:
+                if passage.may_step():
+                    break
+            else:
+                if not self._let_others_run(passage):
+                    return False
+            passage.step()
+            if engine.contenders:
+                return passage.ended
+        return True
+
+    # ------------------------------------------------------------------ waiting
+
+    def ready(self) -> bool:
+        return bool(self.queue) and self.queue[0].may_step()
+
+    def arm(self) -> bool:
+        """Have the others ring from now on. True: something can be done already."""
+        own = self._own
+        own[SLEEP] |= 1
+        with self._fence:
+            pass
+        return self.ready()
+
+    def serve(self) -> None:
+        self._awake()
+        if self.queue:
+            self._go_on()
+
+    def _awake(self) -> None:
+        if self._own[SLEEP] & 1:
+            self._own[SLEEP] += 1
+
+    def attend(self, work: Waited) -> bool:
+        """Look for a while, on behalf of a waiter. True: that was in vain, and long enough to go to sleep now."""
+        engine = self._engine
+        self._awake()
+        while self.queue and not (work.finished or engine.deferred or engine.contenders or engine.backlog):
+            first = self.queue[0]
+            for _ in _LOOKS[self._looks]:
+                if first.may_step():
+                    break
+            else:
+                if not self._let_others_run(first):
+                    return not engine.contenders
+            first.step()
+        return False
+
+    def _let_others_run(self, first: Stepping) -> bool:
+        """Look on, while whoever else could run on this core runs in between. False: in vain."""
+        engine = self._engine
+        began = perf_counter()
+        sched_yield()
+        crowded = perf_counter() - began > _CROWDED
+        self._looks = max(self._looks - 1, 0) if crowded else min(self._looks + 1, len(_LOOKS) - 1)
+        end = began + _PATIENCE * engine.spin.seconds
+        while not engine.contenders:
+            for _ in _YIELDS:
+                if first.may_step():
+                    return True
+                sched_yield()
+            if engine.poll(0, 1) or perf_counter() >= end:
+                return False
+        return False
+
+    def await_reply(self, call: Lone) -> None:
+        raise AssertionError("nobody waits for a reply here")

@@ -1,0 +1,217 @@
+"""How a collective is started: its algorithm chosen, its place in the group's sequence taken, and run by whoever runs
+that algorithm: the executor of plans (running.py), or the stage (stage.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from rankmesh.collectives.agent import GroupContext
+from rankmesh.collectives.arguments import Array
+from rankmesh.collectives.calls import Signature, digest
+from rankmesh.collectives.choosing import ALGORITHMS, World, rounds
+from rankmesh.collectives.founding import Founding, State
+from rankmesh.collectives.passage import Passage, Recipe, steps
+from rankmesh.collectives.plan import Round
+from rankmesh.collectives.reducing import Op, Reducer
+from rankmesh.collectives.running import Collective
+from rankmesh.collectives.space import Part, Space
+from rankmesh.collectives.stage import MOST_ITEM_BYTES, SLOT_BYTES
+from rankmesh.collectives.staged import Fallback, StagedCollective
+from rankmesh.collectives.staging import Case
+from rankmesh.config import KIB
+from rankmesh.errors import UsageError
+
+
+class Options(NamedTuple):
+    """What every collective takes."""
+
+    algorithm: str | None = None
+    async_op: bool = False
+    timeout: float | None = None
+
+
+class Job(NamedTuple):
+    """A collective on a stage (staging.py): its arrays, flat, and the elements of a rank's part."""
+
+    collective: str
+    source: Array
+    target: Array
+    part: int
+    #: What is done at its end, where that differs from what is done after a plan.
+    conclude: Callable[[], Any] | None = None
+
+
+class Chosen(NamedTuple):
+    """A collective's algorithm, on one rank."""
+
+    collective: str
+    algorithm: str
+    rounds: tuple[Round, ...]
+    blocks: int
+    staged: bool = False
+
+    @property
+    def receives(self) -> bool:
+        return any(this.receives for this in self.rounds)
+
+
+def key_of(collective: str, array: Array, out: Array, op: Op = "") -> tuple[Any, ...]:
+    """Of calls that are alike."""
+    return collective, array.dtype, array.shape, out.dtype, out.shape, op
+
+
+_MOST_RECIPES: Final = 1024
+#: Up to so many bytes every rank of an all_reduce on the stage reduces everything itself: one wait instead of two.
+_WHOLE: Final = {2: 256 * KIB}
+_WHOLE_OF_MORE: Final = 16 * KIB
+
+
+class Running:
+    """What the forms of collectives have in common. A group sets `rank`, `size` and `_context`."""
+
+    rank: int
+    size: int
+    _context: GroupContext
+    #: Of calls that may come again: collective, dtype, elements, operation.
+    _recipes: dict[tuple[Any, ...], Recipe]
+
+    def _choose(self, collective: str, nbytes: int, options: Options, root: int = 0) -> Chosen:
+        if not 0 <= root < self.size:
+            raise UsageError(f"There is no rank {root} in a group of {self.size}. Correct root.")
+        context = self._context
+        name = self._algorithm(collective, nbytes, options)
+        algorithm = ALGORITHMS[collective][name]
+        world = World(self.size, context.hosts, root, algorithm.segments(nbytes, self.size))
+        return Chosen(
+            collective, name, rounds(collective, name, self.rank, world), algorithm.blocks(world), algorithm.staged
+        )
+
+    def _known(self, collective: str, array: Any, out: Any, op: Op = "") -> Recipe | None:
+        """The recipe of a call like an earlier one, which was checked."""
+        if type(array) is np.ndarray and type(out) is np.ndarray:
+            recipe = self._recipes.get(key_of(collective, array, out, op))
+            if recipe is not None and array.flags.c_contiguous and out.flags.carray:
+                return recipe
+        return None
+
+    def _is_staged(self, collective: str, nbytes: int, options: Options, itemsize: int = 1) -> bool:
+        """Whether it runs on the group's stage, and that is there."""
+        if self._founding.stage is None or not 0 < itemsize <= MOST_ITEM_BYTES:
+            return False
+        return ALGORITHMS[collective][self._algorithm(collective, nbytes, options)].staged
+
+    def _algorithm(self, collective: str, nbytes: int, options: Options) -> str:
+        context = self._context
+        return context.agent.chooser.choose(
+            collective, nbytes, self.size, context.hosts_count, options.algorithm, context.founding.possible
+        )
+
+    def _run(
+        self,
+        chosen: Chosen,
+        space: Space,
+        conclude: Callable[[], Any],
+        options: Options,
+        what: str = "",
+        reduction: Reducer | None = None,
+        root: int | None = None,
+        name: str = "",
+        job: Job | None = None,
+    ) -> Any:
+        """`what`: of what; it must be the same on all ranks. `job`: how it goes on a stage, if there is to be one."""
+        context = self._context
+        if job is not None and chosen.staged and self._may_be_staged(job, reduction):
+            fallback = chosen.rounds, space, reduction, conclude
+            return self._run_staged(job, job.conclude or conclude, options, what, reduction, root, fallback)
+        op = "" if reduction is None else reduction.name
+        signature = Signature(name or chosen.collective, what, op, root, chosen.algorithm)
+        timeout = context.hub.config.timeout if options.timeout is None else options.timeout
+        with context.hub.engine:
+            call = context.next_call(signature)
+            collective = Collective(context, call, chosen.rounds, space, reduction, conclude, timeout)
+            context.begin(collective)
+        return collective if options.async_op else collective.result()
+
+    def _may_be_staged(self, job: Job, reduction: Reducer | None) -> bool:
+        """There is a stage, or there may be one; and no user's code runs on it."""
+        users = reduction is not None and reduction.is_users
+        return self._founding.state is not State.NONE and not users and 0 < job.source.itemsize <= MOST_ITEM_BYTES
+
+    @property
+    def _founding(self) -> Founding:
+        return self._context.founding
+
+    def _run_staged(
+        self,
+        job: Job,
+        conclude: Callable[[], Any],
+        options: Options,
+        what: str = "",
+        reduction: Reducer | None = None,
+        root: int | None = None,
+        fallback: Fallback | None = None,
+        key: tuple[Any, ...] | None = None,
+    ) -> Any:
+        """`key`: under which the next call that is alike finds the recipe."""
+        recipe = self._recipe(job, what, reduction, root)
+        if key is not None and options.algorithm is None:
+            if len(self._recipes) >= _MOST_RECIPES:
+                self._recipes.clear()
+            self._recipes[key] = recipe
+        return self._pass(recipe, job.source, job.target, conclude, options.timeout, options.async_op, fallback)
+
+    def _recipe(self, job: Job, what: str, reduction: Reducer | None, root: int | None) -> Recipe:
+        plan = job.collective
+        if plan == "all_reduce":
+            whole = job.source.nbytes <= _WHOLE.get(self.size, _WHOLE_OF_MORE)
+            plan = "all_reduce whole" if whole else "all_reduce slices"
+        case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // job.source.itemsize)
+        op, apply = ("", None) if reduction is None else (reduction.name, reduction.apply)
+        signature = Signature(job.collective, what, op, root, "shared")
+        return Recipe(signature, digest(signature), steps(plan, case), apply)
+
+    def _pass(
+        self,
+        recipe: Recipe,
+        source: Array,
+        target: Array,
+        conclude: Callable[[], Any],
+        timeout: float | None = None,
+        async_op: bool = False,
+        fallback: Fallback | None = None,
+    ) -> Any:
+        """Over the stage. Who waits anyway takes the steps itself, unless that takes long."""
+        context = self._context
+        stage, engine = context.founding.stage, context.hub.engine
+        timeout = context.hub.config.timeout if timeout is None else timeout
+        passage = None
+        if not engine.lock.acquire(False):
+            engine.acquire()
+        try:
+            call = context.next_call(recipe.signature, recipe.digest, 3)
+            if stage is not None and not async_op:
+                passage = Passage(stage, recipe, call.sequence, source, target)
+                try:
+                    if stage.run(passage):
+                        return conclude()
+                except BaseException as error:
+                    call.given_up = str(error) or type(error).__name__
+                    passage.give_up()
+                    raise
+            staged = StagedCollective(context, call, recipe, source, target, conclude, timeout, fallback, passage)
+            context.begin(staged)
+        finally:
+            engine.lock.release()
+            if engine.deferred or engine.contenders:
+                engine.after_release()
+        return staged if async_op else staged.result()
+
+    def _own_block(self, own: Array) -> Space:
+        """n blocks, of which a rank that passes nothing on needs its own only."""
+        nothing = np.empty(0, own.dtype)
+        return Space(
+            Part(nothing, [0] * self.rank), Part(own, [len(own)]), Part(nothing, [0] * (self.size - self.rank - 1))
+        )

@@ -1,0 +1,276 @@
+"""Group: ranks that exchange messages and run collectives among themselves, in a tag space of their own. A Mesh is
+the group of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Self
+from zlib import crc32
+
+import numpy as np
+
+from rankmesh.buffers import EMPTY, writable
+from rankmesh.collectives import CollectiveAgent, GroupContext, UnevenCollectives
+from rankmesh.collectives.space import Part, Space
+from rankmesh.collectives.starting import Options
+from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
+from rankmesh.endpoint.hub import Hub
+from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag, new_status
+from rankmesh.endpoint.router import PeerRouter, Router
+from rankmesh.endpoint.transfers import Receive
+from rankmesh.errors import ClosedError, UsageError
+from rankmesh.node import Peer
+from rankmesh.wire.header import Flag
+
+#: The world's tag space; 0 belongs to endpoints without ranks.
+WORLD: Final = 1
+#: Group numbers are 32 bits on the wire.
+_NUMBERS: Final = 2**32
+#: Tags under which members of a new group are told its number; beyond those of collectives.
+_FOUNDING: Final = -(2**62)
+
+
+def group_numbers(rank: int, size: int) -> Iterator[int]:
+    """Numbers of groups that this rank founds: no other rank gives the same."""
+    return itertools.count(WORLD + 1 + rank, size)
+
+
+class _AnyRank:
+    """Any source, in the message of an error."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def known(self, now: float) -> str:
+        lost = [str(peer) for peer in self._group.peers if peer.router.gone]
+        return f"Lost are: {', '.join(lost)}." if lost else "No rank is lost; none has sent a fitting message."
+
+    def __str__(self) -> str:
+        return "any rank"
+
+
+class Group(UnevenCollectives):
+    """Some ranks of a mesh, numbered from 0. `split`, `group` and `dup` of a mesh or a group make them; use it as a
+    context manager, or close it.
+
+    `peers[r]` is rank r of the group: its functions (`peers[r].call`) and its memory (`peers[r].open`) are there too.
+    All methods may be used from many threads. Every call that can wait takes `timeout` in seconds (None:
+    Config.timeout).
+    """
+
+    #: What this is called in messages.
+    _kind = "group"
+
+    def _form(
+        self,
+        hub: Hub,
+        agent: CollectiveAgent,
+        number: int,
+        rank: int,
+        peers: list[Peer],
+        numbers: Iterator[int],
+    ) -> None:
+        """Become the group of these peers. With the engine's lock."""
+        self.rank = rank
+        self.size = len(peers)
+        #: One per rank, this one's own too.
+        self.peers = peers
+        self._number = number
+        self._hub = hub
+        self._agent = agent
+        self._numbers = numbers
+        self._routers: list[Router] = [peer.router for peer in peers]
+        self._ranks = {router.index: at for at, router in enumerate(self._routers)}
+        self._messages = Messages(hub, number, self._ranks, _AnyRank(self))
+        #: Ranks that can be reached: none once it is closed.
+        self._reach = self.size
+        if self.size > 1:
+            hub.members[number] = {router.index for router in self._routers if isinstance(router, PeerRouter)}
+        self._recipes = {}
+        self._context: GroupContext = agent.add(number, rank, self._routers)
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> None:
+        """Send a buffer (numpy array, bytes, memoryview …) from where it lies. On return it may be reused."""
+        if not (0 <= to < self._reach and 0 <= tag <= MAX_TAG):
+            self._router(to)
+            raise bad_tag(tag)
+        self._routers[to].outbound.send_buffer(self._number, tag, data, timeout)
+
+    def recv(self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
+        """Receive into a buffer. Raises TruncationError if it is too small, PeerLost if `source` is gone."""
+        if not (0 <= source < self._reach and 0 <= tag <= MAX_TAG):
+            peer, _ = self._source(source)
+            return self._messages.recv(peer, None if peer is None else peer.router, out, tag, timeout)
+        router = self._routers[source]  # what Messages.recv does, with a call less
+        view = writable(out)
+        direct = router.inbound.direct
+        if direct is not None and direct.receive(self._number, tag, view):
+            return new_status(Status, (source, tag, len(view)))
+        return self._messages.await_message(self.peers[source], router.index, view, tag, timeout)
+
+    def isend(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> Work[None]:
+        """Like `send`, without waiting. The buffer belongs to the Work until it is done."""
+        return self._messages.isend(self._router(to), data, tag, timeout)
+
+    def irecv(
+        self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None
+    ) -> Work[Status]:
+        """Like `recv`, without waiting."""
+        peer, index = self._source(source)
+        return self._messages.irecv(peer, index, out, tag, timeout)
+
+    def send_object(self, obj: Any, to: int, tag: int = 0, timeout: float | None = None) -> None:
+        """Send an object by the codec: msgpack, arrays out of band, no pickle unless Config allows it."""
+        self._messages.send_object(self._router(to), obj, tag, timeout)
+
+    def recv_object(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Any:
+        """Receive an object of any size."""
+        peer, index = self._source(source)
+        return self._messages.recv_object(peer, index, tag, timeout)
+
+    def sendrecv(
+        self,
+        data: Any,
+        out: Any,
+        to: int,
+        source: int | None = None,
+        tag: int = 0,
+        recv_tag: int | None = None,
+        timeout: float | None = None,
+    ) -> Status:
+        """Send to one rank and receive from another (None: the same) at once; a ring of these does not deadlock."""
+        peer, index = self._source(to if source is None else source)
+        return self._messages.sendrecv(
+            self._router(to), peer, index, data, out, tag, tag if recv_tag is None else recv_tag, timeout
+        )
+
+    def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
+        """Wait until a message could be received, and tell its source, tag and size."""
+        peer, index = self._source(source)
+        return self._messages.probe(peer, index, tag, timeout)
+
+    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
+        """Like `probe`, without waiting: None when there is no message now."""
+        return self._messages.iprobe(self._source(source)[1], tag)
+
+    def _router(self, rank: int) -> Router:
+        if not 0 <= rank < self._reach:
+            raise self._bad_rank(rank)
+        return self._routers[rank]
+
+    def _source(self, rank: int) -> tuple[Peer | None, int]:
+        if rank == ANY_SOURCE and self._reach:
+            return None, ANY_SOURCE
+        if not 0 <= rank < self._reach:
+            raise self._bad_rank(rank)
+        return self.peers[rank], self._routers[rank].index
+
+    def _bad_rank(self, rank: int) -> UsageError | ClosedError:
+        if not self._reach:
+            return ClosedError(self._closed_text)
+        return UsageError(
+            f"There is no rank {rank} in a {self._kind} of {self.size}: ranks are 0 … {self.size - 1}. "
+            "Correct the rank."
+        )
+
+    # ------------------------------------------------------------------ groups of this one's ranks
+
+    def split(self, color: int | None, key: int = 0, timeout: float | None = None) -> Group | None:
+        """A group of the ranks that pass the same `color`, in the order of `key`, then of rank. Every rank calls it;
+        one that passes None is in no group, and gets None."""
+        options = Options(timeout=timeout)
+        founded = self._found()
+        told = np.zeros((self.size, 4), np.int64)
+        told[self.rank] = (color is not None, color or 0, key, founded)
+        chosen = self._choose("all_gather", told[0].nbytes, options)
+        space = Space(Part(told.reshape(-1), [4] * self.size))
+        self._run(chosen, space, lambda: None, options, name="split")
+        if color is None:
+            return None
+        alike = [rank for rank, (coloured, its, _, _) in enumerate(told.tolist()) if coloured and its == color]
+        members = sorted(alike, key=lambda rank: (int(told[rank, 2]), rank))
+        return self._group(int(told[members[0], 3]), members)
+
+    def group(self, ranks: Sequence[int], timeout: float | None = None) -> Group | None:
+        """A group of these ranks, in this order. Only they need to call it; another rank gets None."""
+        members = [int(rank) for rank in ranks]
+        if len(set(members)) != len(members) or not members:
+            raise UsageError(f"A group is of different ranks, at least one, not {members}. Correct the list.")
+        for rank in members:
+            self._router(rank)
+        if self.rank not in members:
+            return None
+        tag = _FOUNDING - crc32(repr(members).encode())
+        founder = members[0]
+        if self.rank == founder:
+            number = self._found()
+            for rank in members[1:]:
+                self._routers[rank].outbound.send_buffer(self._number, tag, number.to_bytes(4, "little"), timeout)
+        else:
+            told = bytearray(4)
+            view = memoryview(told)
+            self._messages.await_message(self.peers[founder], self._routers[founder].index, view, tag, timeout)
+            number = int.from_bytes(told, "little")
+        return self._group(number, members)
+
+    def dup(self, timeout: float | None = None) -> Group:
+        """A group of the same ranks: for a thread, or a library, that calls collectives independently of this one's."""
+        made = self.split(0, self.rank, timeout)
+        assert made is not None, "every rank has the same colour"
+        return made
+
+    def _found(self) -> int:
+        """A number for a new group."""
+        with self._hub.engine:
+            number = next(self._numbers)
+        if number >= _NUMBERS:
+            raise UsageError("All numbers of groups are used up. Make fewer groups, and keep them.")
+        return number
+
+    def _group(self, number: int, members: list[int]) -> Group:
+        made = Group()
+        with self._hub.engine:
+            self._hub.check_open()
+            peers = [self.peers[rank] for rank in members]
+            made._form(self._hub, self._agent, number, members.index(self.rank), peers, self._numbers)
+        return made
+
+    # ------------------------------------------------------------------ the end
+
+    _closed_text = "This group is closed. Make another, or use the one it was made from."
+
+    def close(self) -> None:
+        """End what is under way in this group, on this rank, and forget what came for it. Others are not disturbed."""
+        hub = self._hub
+        with hub.engine:
+            if not self._reach:
+                return
+            self._reach = 0
+            self._agent.remove(self._context, self._closed_text)
+            hub.members.pop(self._number, None)
+            for receive in hub.matcher.posted(group=self._number):
+                hub.matcher.unpost(receive)
+                receive.fail(ClosedError(self._closed_text))
+            for message in list(hub.matcher.unexpected()):
+                if message.group == self._number:  # a receive for nothing: it returns the credit, or refuses the bytes
+                    is_object = bool(message.flags & Flag.OBJECT)
+                    source, tag = message.source, message.match_tag
+                    hub.post(
+                        Receive(
+                            hub, "close of", message.router.peer, self._number, source, tag, EMPTY, is_object, {}, 0.0
+                        )
+                    )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        lost = sum(bool(peer.router.gone) for peer in self.peers)
+        state = "closed" if not self._reach else f"{lost} lost" if lost else "all well"
+        return f"<Group {self._number}, rank {self.rank} of {self.size}: {state}>"

@@ -1,0 +1,212 @@
+"""The stage in real processes: that it is there, that it is not where it cannot be, and what happens when a call on it
+does not get on."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rankmesh import CancelledError, Config, DeadlineError, Group, Mesh, PeerLost, RankmeshError
+from rankmesh.collectives.founding import State
+from rankmesh.testing import run_world
+from ranks import run_ranks
+from timing import scaled, wait_until
+
+pytestmark = pytest.mark.usefixtures("nursery")
+
+CONFIG = Config(timeout=scaled(20))
+LIMIT = scaled(40)
+
+
+def _state(mesh: Mesh) -> tuple[State, str]:
+    mesh.barrier()
+    return mesh._context.founding.state, mesh._context.founding.reason
+
+
+def test_ranks_of_one_host_have_one() -> None:
+    states = run_ranks(3, _state, CONFIG)
+    assert states == [(State.STAGE, "")] * 3
+
+
+def _state_with_one_against(mesh: Mesh) -> tuple[State, str, float]:
+    """Which it finds out only when it is to found one."""
+    if mesh.rank == 1:
+        mesh._hub.config = mesh._hub.config.override(shm=False)
+    total = mesh.all_reduce(np.ones(1000, np.float32))
+    return *_state(mesh), float(total.sum())
+
+
+def test_where_one_rank_has_none_nobody_has() -> None:
+    for state, reason, total in run_ranks(3, _state_with_one_against, CONFIG):
+        assert state is State.NONE
+        assert "switched off" in reason
+        assert total == 3000
+
+
+def test_without_shared_memory_there_is_none() -> None:
+    config = CONFIG.override(shm=False)
+    in_threads = run_world(2, _state, config=config, timeout=LIMIT)
+    for state, _ in [*in_threads, *run_ranks(2, _state, config)]:
+        assert state is State.NONE
+
+
+def _groups(mesh: Mesh) -> list[float]:
+    """Groups that overlap, calls of which are under way at once, each begun before the stage is known."""
+    with mesh.dup() as other, mesh.split(mesh.rank % 2) as half:  # type: ignore[union-attr]
+        works = []
+        for group in (mesh, other, half):
+            assert isinstance(group, Group)
+            works += [group.all_reduce(np.full(size, 1.0 + mesh.rank), async_op=True) for size in (1, 300_000, 7)]
+        found = [float(work.result()[-1]) for work in reversed(works)]
+        assert mesh._context.founding.state is State.STAGE
+        return found
+
+
+def test_many_calls_on_several_groups() -> None:
+    for rank, found in enumerate(run_ranks(4, _groups, CONFIG)):
+        half = 1.0 + 3.0 if rank % 2 == 0 else 2.0 + 4.0
+        assert found == [half] * 3 + [10.0] * 6
+
+
+def _given_up(mesh: Mesh, how: str) -> str:
+    """Rank 0 gives an all_reduce up before rank 1 has come; the next ones are right."""
+    mesh.barrier()
+    array, said = np.ones(500_000, np.float32), ""
+    if mesh.rank == 0:
+        work = mesh.all_reduce(array, async_op=True)
+        if how == "cancelled":
+            assert work.cancel()
+        with pytest.raises(CancelledError if how == "cancelled" else DeadlineError) as raised:
+            work.result(timeout=0.1)
+        said = str(raised.value)
+        assert np.all(array == 1), "nothing was written"
+        mesh.send(b"", to=1)
+    else:
+        mesh.recv(bytearray(), source=0)
+        with pytest.raises(RankmeshError) as failed:
+            mesh.all_reduce(array)
+        said = str(failed.value)
+    for size in (3, 700_000, 5, 1 << 20):
+        total = mesh.all_reduce(np.full(size, mesh.rank + 1, np.int64))
+        assert np.all(total == 3)
+    assert mesh._context.founding.state is State.STAGE
+    return said
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_one_that_is_given_up_spoils_no_other(how: str) -> None:
+    first, second = run_ranks(2, _given_up, CONFIG, (how,))
+    assert "rank 1" in first or how == "cancelled"
+    assert "rank 0" in second
+    assert "gave up all_reduce #1" in second
+
+
+def _asleep(mesh: Mesh) -> float:
+    """Rank 1 comes late, so the others sleep; how much of a core they used meanwhile."""
+    mesh.barrier()
+    began = time.process_time()
+    if mesh.rank == 1:
+        mesh.recv(bytearray(), source=0)
+    elif mesh.rank == 0:
+        work = mesh.all_reduce(np.ones(100), async_op=True)
+        time.sleep(scaled(0.5))
+        mesh.send(b"", to=1)
+        work.result()
+        return time.process_time() - began
+    mesh.all_reduce(np.ones(100))
+    return time.process_time() - began
+
+
+def test_who_waits_long_sleeps_and_is_woken() -> None:
+    used = run_ranks(3, _asleep, CONFIG)
+    assert max(used) < scaled(0.5) / 2
+
+
+def _raises(mesh: Mesh) -> None:
+    """An error of numpy's in the middle is the caller's, and the other is told."""
+    mesh.all_reduce(np.ones(4))
+    with np.errstate(over="raise"), pytest.raises((FloatingPointError, RankmeshError)):
+        mesh.all_reduce(np.full(4, 3e38, np.float32))
+    assert np.all(mesh.all_reduce(np.ones(4)) == 2)
+
+
+def test_an_error_of_a_reduction_is_the_callers() -> None:
+    run_ranks(2, _raises, CONFIG)
+
+
+def _left_alone(mesh: Mesh, when: str) -> float:
+    """Rank 1 leaves without having called what rank 0 calls, before that or during it."""
+    mesh.barrier()
+    if mesh.rank == 1:
+        if when == "during":
+            mesh.recv(bytearray(), source=0)
+        return 0.0
+    if when == "before":
+        wait_until(lambda: mesh._routers[1].gone, 10)
+    work = mesh.all_reduce(np.ones(500_000), async_op=True)
+    if when == "during":
+        mesh.send(b"", to=1)
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 1"):
+        work.result()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_who_waits_for_a_rank_that_left_is_told_at_once(when: str) -> None:
+    took, _ = run_ranks(2, _left_alone, CONFIG, (when,))
+    assert took < scaled(5)
+
+
+def _odd_elements(mesh: Mesh) -> None:
+    """Elements of no size, and of more than a slot is made for, go over messages."""
+    for dtype in ("V0", "V5000", "V8", "S3", "M8[s]", "?"):
+        for _ in range(2):
+            got = mesh.all_gather(np.zeros(3, dtype))
+            assert (got.shape, got.dtype) == ((2, 3), np.dtype(dtype))
+    assert mesh._context.founding.state is State.STAGE
+
+
+def test_elements_of_odd_sizes() -> None:
+    run_ranks(2, _odd_elements, CONFIG)
+
+
+def _mixed(mesh: Mesh, seed: int) -> None:
+    """Calls of all kinds and sizes in a row, blocking and not, while another thread's messages go on."""
+    rng = np.random.default_rng(seed)
+    size, rank = mesh.size, mesh.rank
+    pending: list[tuple[Any, Any]] = []
+    for turn in range(80):
+        part = int(rng.choice([0, 1, 5, 1000, 40_000, 150_000]))
+        data = rng.integers(0, 100, (size, size, part)).astype(np.int64)
+        waits = bool(rng.integers(2))
+        which = int(rng.integers(5))
+        if which == 0:
+            got, wanted = mesh.all_reduce(data[rank, 0].copy(), async_op=not waits), data[:, 0].sum(0)
+        elif which == 1:
+            got, wanted = mesh.all_gather(data[rank, 0], async_op=not waits), data[:, 0]
+        elif which == 2:
+            got, wanted = mesh.reduce_scatter(data[rank], async_op=not waits), data.sum(0)[rank]
+        elif which == 3:
+            got, wanted = mesh.all_to_all(data[rank], async_op=not waits), data[:, rank]
+        else:
+            root = turn % size
+            own = data[rank, 0].copy()
+            got, wanted = mesh.broadcast(own, root=root, async_op=not waits), data[root, 0]
+        if waits:
+            assert np.array_equal(got, wanted)
+        else:
+            pending.append((got, wanted))
+    for work, wanted in pending:
+        assert np.array_equal(work.result(), wanted)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_calls_of_all_kinds_in_any_order(size: int) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    print("seed", seed)
+    run_ranks(size, _mixed, CONFIG, (seed,))

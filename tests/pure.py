@@ -1,0 +1,38 @@
+"""Which modules of tests only compute: no sockets, threads, processes or clocks. `make test` runs them while it lints,
+and all the others afterwards, alone, because tests of time and races shall not share their cores.
+
+    pytest --share pure        only these
+    pytest --share rest        only the others
+
+tests/test_architecture.py looks at what they import.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+PURE = frozenset(
+    TESTS / f"{name}.py"
+    for name in (
+        "test_buffers", "test_codec", "test_config", "test_errors", "test_exports",
+        "wire/test_credit", "wire/test_handshake", "wire/test_header", "wire/test_messages", "wire/test_parser",
+        "collectives/test_plans", "collectives/test_staging",
+        "endpoint/test_lanes", "endpoint/test_matching", "endpoint/test_pool", "endpoint/test_posted",
+        "launch/test_plan", "membership/test_environment", "membership/test_nodelist",
+        "memory/test_layout", "rpc/test_rpc_protocol", "transport/test_address",
+    )
+)  # fmt: skip
+
+#: What none of them imports.
+IMPURE = frozenset({
+    "asyncio", "concurrent", "multiprocessing", "select", "selectors", "signal", "socket", "ssl", "subprocess", "time",
+    "rankmesh.testing",
+    "attack", "calls", "forked", "hosts", "launching", "peers", "ranks", "regions", "timing",
+})  # fmt: skip
+
+
+def in_share(path: Path, share: str) -> bool:
+    """Whether a module of tests belongs to a share, `pure` or `rest`."""
+    return (path in PURE) == (share == "pure")
