@@ -22,6 +22,8 @@ from rankmesh.memory.protocol import Bit
 #: (offset, length, stride, count): `count` stretches of `length` bytes of a region, `stride` apart.
 Block = tuple[int, int, int, int]
 
+_nbytes = operator.attrgetter("nbytes")
+
 
 class Stretches(NamedTuple):
     """How an array lies: stretches of `nbytes`, and the axes that say where they begin."""
@@ -244,16 +246,17 @@ class Later:
 
     def _plain(self) -> list[memoryview] | None:
         """Where all are contiguous buffers, in few steps."""
+        views: list[memoryview] = []
+        kinds: set[tuple[bool, str]] = set()
         try:
-            views: list[memoryview] = [memoryview(each) for each in self._data]
-            if self._writes and any(view.readonly for view in views):
-                return None
-            formats = {view.format for view in views}
-            if formats != {"B"} or any(view.ndim != 1 for view in views):
-                views = [view.cast("B") for view in views]
-        except (TypeError, ValueError):
+            for each in self._data:  # once through: to fetch thousands of objects costs more than the steps do
+                view = memoryview(each)
+                kinds.add((view.readonly, view.format))
+                views.append(view.cast("B"))
+        except (TypeError, ValueError):  # strided, empty, foreign, or of a dtype without a format
             return None
-        return None if any("O" in each for each in formats) or any(not view.contiguous for view in views) else views
+        usable = not any("O" in kind or (self._writes and readonly) for readonly, kind in kinds)
+        return views if usable else None
 
     def __iter__(self) -> Iterator[memoryview]:
         yield from self.make()
@@ -279,17 +282,14 @@ class Batch:
         """Take the pieces of a batch, all at once where they are plain: thousands are common. Views of them are made
         later, while the request is on its way."""
         pieces = list(pieces)
-        data: list[Any] = []
-        offsets: list[Any] = []
-        sizes: list[int] = []
+        count = len(pieces)
         try:
-            for each, offset in pieces:  # once through: to fetch thousands of objects costs more than the steps do
-                data.append(each)
-                offsets.append(offset)
-                sizes.append(each.nbytes)
-            table = np.empty((len(data), 2), np.int64)
-            table[:, 0] = offsets if set(map(type, offsets)) == {int} else list(map(operator.index, offsets))
-            table[:, 1] = sizes
+            data, offsets = zip(*pieces, strict=True)
+            table = np.empty((count, 2), np.int64)
+            table[:, 0] = np.fromiter(
+                offsets if {*map(type, offsets)} == {int} else map(operator.index, offsets), np.int64, count
+            )
+            table[:, 1] = np.fromiter(map(_nbytes, data), np.int64, count)
         except OverflowError:
             raise self._outside("pieces at offsets beyond 64 bits") from None
         except (
