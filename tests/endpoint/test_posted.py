@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rankmesh.endpoint.lanes import Cursor
-from rankmesh.endpoint.posted import ANSWER, Arrivals, Outflow
+from rankmesh.endpoint.posted import ANSWER, Arrivals, Outflow, Scatter
 from rankmesh.errors import ProtocolError
 
 sizes = st.lists(st.integers(0, 300), max_size=60)
@@ -68,13 +70,63 @@ def test_what_lands_lies_where_it_belongs(parts: list[int], frames: list[int], g
             posted.discard()
         view = posted.place(size)
         if view is not None:
-            view[:] = content[at : at + size]
+            view[:] = memoryview(content)[at : at + size]
         posted.landed(size)
         at += size
     assert ended == [True]
     assert arrivals.posted == {}
     if not gives_up:
         assert b"".join(views) == content
+
+
+@given(
+    parts=st.lists(st.integers(0, 5000), min_size=1, max_size=80),
+    frames=st.lists(st.integers(1, 60_000), max_size=10),
+    reads=st.lists(st.integers(1, 9000), min_size=1, max_size=20),
+    here=st.integers(0, 3000),
+)
+def test_a_link_that_scatters_fills_the_views_themselves(
+    parts: list[int], frames: list[int], reads: list[int], here: int
+) -> None:
+    """However the stream is cut into frames and reads, and however much came with a frame's header."""
+    content = bytes(at % 251 for at in range(sum(parts) + 50))
+    views = cut(bytes(len(content)), parts)
+    stream, sizes = memoryview(content), itertools.cycle(reads)
+    at = 0
+
+    def recvmsg(buffers: list[memoryview]) -> int:
+        assert 0 < len(buffers) <= Scatter.WINDOW
+        got = min(next(sizes), sum(map(len, buffers)))
+        left = stream[at : at + got]
+        for buffer in buffers:
+            buffer[: len(left)] = left[: len(buffer)]
+            left = left[len(buffer) :]
+        return got
+
+    arrivals, ended = Arrivals(), list[bool]()
+    arrivals.recvmsg = recvmsg
+    posted = arrivals.expect(ANSWER | 1, len(content), views, ended.append)
+    for size in [*frames, len(content)]:
+        size = min(size, len(content) - at)
+        if not size:
+            break
+        place, end = posted.place(size), at + size
+        assert place is not None
+        assert place.nbytes == size
+        early = min(here, size - 1)  # as the parser does it
+        place[:early] = stream[at : at + early]
+        place, at = place[early:], at + early
+        while at < end:
+            assert place.nbytes == end - at
+            if isinstance(place, Scatter):
+                got = place.receive()
+            else:
+                got = len(place)
+                place[:] = stream[at:end]
+            place, at = place[got:], at + got
+        posted.landed(size)
+    assert ended == [True]
+    assert b"".join(views) == content
 
 
 def test_pieces_that_do_not_fit_are_refused() -> None:

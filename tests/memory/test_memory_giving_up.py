@@ -310,3 +310,20 @@ def test_an_owner_that_is_lost_ends_operations(sides: Sides, faults: FaultTransp
         remote.read(bytearray(8))
     wait_until(lambda: sides.owner.memory.stats()["transfers"] == 0, 10)
     assert sides.owner.memory.regions["kv"].idle
+
+
+def test_pages_of_a_batch_given_up_are_not_written_to(tcp: Medium) -> None:
+    """On sockets, which receive into the pages themselves: at whatever point it is given up."""
+    memory = pattern(LARGE)
+    with open_sides(tcp) as sides:
+        sides.register(memory)
+        remote = sides.peer.open("kv")
+        for few in range(20):
+            outs = [blank(4096) for _ in range(LARGE // 4096)]
+            work = remote.read_batch([(out, 4096 * at) for at, out in enumerate(outs)], async_op=True)
+            for _ in range(few):  # each takes the next bytes of the batch with it
+                remote.read(blank(8), 0)
+            if work.cancel():
+                left = [out.copy() for out in outs]
+                assert (remote.read(blank(LARGE), 0) == memory).all()  # all that was on its way has come before
+                assert all((out == before).all() for out, before in zip(outs, left, strict=True))

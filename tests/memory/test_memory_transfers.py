@@ -311,6 +311,56 @@ def test_a_batch_is_refused_as_a_whole(sides: Sides) -> None:
     assert is_blank(memory[: 10 * 4998 + 100])
 
 
+def test_pages_of_every_kind_in_one_batch(sides: Sides) -> None:
+    """Pages of one array in no order, arrays of their own, other dtypes and dimensions, strides, and small ones."""
+    memory = pattern(4 * MEMORY)
+    sides.register(memory)
+    remote = sides.peer.open("kv")
+    cache = blank(600 * 4096).reshape(600, 4096)
+    wide = np.zeros((300, 2048), np.int16)
+    outs = [
+        *(cache[page] for page in np.random.default_rng(5).permutation(600)[:300]),
+        *(blank(size) for size in (1, 1023, 1024, 1025, 70_000)),
+        *(np.zeros((8, 128), np.float32) for _ in range(20)),
+        *(wide[row, ::2] for row in range(300)),
+    ]
+    places = np.cumsum([0, *(out.nbytes for out in outs)]) % (3 * MEMORY)
+    pieces = [(out, int(place)) for out, place in zip(outs, places[:-1], strict=True)]
+    remote.read_batch(pieces)
+    assert all(out.tobytes() == memory[place : place + out.nbytes].tobytes() for out, place in pieces)
+    assert not wide[:, 1::2].any()
+    memory[:] = 0
+    remote.write_batch(pieces)
+    expected = np.zeros_like(memory)
+    for out, place in pieces:
+        expected[place : place + out.nbytes] = np.frombuffer(out.tobytes(), np.uint8)
+    assert (memory == expected).all()
+
+
+def test_pages_that_overlap_end_as_the_last_one_has_them(sides: Sides) -> None:
+    sides.register(pattern(MEMORY))
+    out = blank(2000 * 16 + 4096)
+    places = [MEMORY - 4096 - 7 * at for at in range(2000)]
+    sides.peer.open("kv").read_batch([(out[16 * at :][:4096], place) for at, place in enumerate(places)])
+    expected, memory = blank(len(out)), pattern(MEMORY)
+    for at, place in enumerate(places):
+        expected[16 * at :][:4096] = memory[place : place + 4096]
+    assert (out == expected).all()
+
+
+def test_a_page_that_is_read_only_spoils_no_other(sides: Sides) -> None:
+    """One of 1,000 cannot be read into: not one of the others is. The connection goes on."""
+    sides.register(pattern(MEMORY))
+    remote = sides.peer.open("kv")
+    outs = [blank(4096) for _ in range(1000)]
+    outs[700].flags.writeable = False
+    with pytest.raises(UsageError, match="read-only"):
+        remote.read_batch([(out, 0) for out in outs])
+    del outs[700]
+    remote.read(blank(MEMORY), 0)  # behind whatever came for the batch
+    assert all(is_blank(out) for out in outs)
+
+
 def test_more_pieces_than_a_request_takes(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankmesh.memory.remote.MAX_PIECES", 1 << 10)  # to make a table of 2 ** 20 takes seconds
     region = near.owner.memory.register("many", bytearray(8))

@@ -16,9 +16,10 @@ from rankmesh.endpoint.direct import Direct, RingPath, SocketPath
 from rankmesh.endpoint.frames import TURN_BYTES
 from rankmesh.endpoint.incoming import Incoming
 from rankmesh.endpoint.outbound import RPC, RPC_FLAG
-from rankmesh.endpoint.posted import Posted
+from rankmesh.endpoint.posted import Posted, Scatter
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError
+from rankmesh.transport.base import ScatteringLink
 from rankmesh.wire.credit import OVERHEAD, CreditIn
 from rankmesh.wire.header import Kind, Limits
 from rankmesh.wire.messages import decode_control
@@ -88,6 +89,7 @@ class Inbound:
         limits = Limits(config.eager_bytes, config.max_message_bytes, config.max_rpc_bytes)
         self._link = link
         self.incoming.attach(polled)
+        self.router.arrivals.recvmsg = link.recvmsg_into if isinstance(link, ScatteringLink) else None
         self.backlogged = False
         self._recv = link.recv_into
         self._drained = link.drained_on_short_read
@@ -165,7 +167,7 @@ class Inbound:
         target = parser.target()
         if got is None:
             try:
-                got = self._recv(target)
+                got = self._recv(target) if isinstance(target, memoryview) else target.receive()
             except BlockingIOError:
                 return 0
             except OSError as error:
@@ -182,7 +184,7 @@ class Inbound:
         elif self._then is not None and not parser.pending:
             then, self._then, self._landing = self._then, None, None
             then()
-        if got < len(target) and self._drained:
+        if got < target.nbytes and self._drained:
             return 0
         return got + FRAME_COST * (self.frames - frames)
 
@@ -258,7 +260,7 @@ class Inbound:
             self._parser.into(view)
             self._then = functools.partial(then, header, view)
 
-    def land(self, landing: Landing | Posted, view: memoryview | None, then: Callable[[], None]) -> None:
+    def land(self, landing: Landing | Posted, view: memoryview | Scatter | None, then: Callable[[], None]) -> None:
         """Put the payload where it belongs, or nowhere, and call `then` once it is there."""
         if self._parser.drop() if view is None else self._parser.into(view):
             then()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rankmesh.endpoint.frames import MAX_ANNOUNCED
 from rankmesh.endpoint.outbound import RPC
-from rankmesh.endpoint.posted import FIRST, Posted
+from rankmesh.endpoint.posted import FIRST, Posted, Scatter
 from rankmesh.endpoint.sharing import Copy, Reference
 from rankmesh.endpoint.transfers import Landing, Message, Receive
 from rankmesh.errors import ProtocolError, TransferAborted
@@ -177,7 +177,7 @@ class Incoming:
         view = None if landing.view is None else landing.view[offset : offset + nbytes]
         self._inbound.land(landing, view, functools.partial(self._piece_landed, landing, nbytes))
 
-    def place(self, ident: int, offset: int, nbytes: int) -> memoryview | None:
+    def place(self, ident: int, offset: int, nbytes: int) -> memoryview | Scatter | None:
         """Where a piece belongs that is all here, and is put there next; None: nowhere, or `on_data` has to say what is
         wrong with it. Raises ProtocolError."""
         if ident >= FIRST:

@@ -10,8 +10,9 @@ request. A request that is refused gets its bytes read past. The end is the last
 error in reply, after which the sender of an answer sends no more of it.
 
 A place is a run of views of somebody's memory. A frame that lies within one of them is received straight into it. One
-that spans several (rows of a block, small pieces) is received into a staging buffer and spread from there, which costs
-less than a system call for each of them. All methods need the engine's lock.
+that spans several (rows of a block, pages) is received into all of them, many with one system call, where the link can
+do that and they are not too small (`Scatter`); otherwise into a staging buffer and spread from there. All methods need
+the engine's lock.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ class Joining(Protocol):
 
 @runtime_checkable
 class Run(Protocol):
-    """Many small views which know a faster way to be filled and copied than one by one."""
+    """Many small views of one size which know a faster way to be filled and copied than one by one."""
+
+    @property
+    def each(self) -> int:
+        """Bytes of a view."""
+        ...
 
     def __iter__(self) -> Iterator[memoryview]: ...
     def put(self, at: int, data: memoryview) -> None:
@@ -50,6 +56,55 @@ class Run(Protocol):
         """Copy from byte `at` of them all on, at most as much as `into` holds. How many bytes that were; 0 if there is
         no faster way, or nothing left."""
         ...
+
+
+class Scatter:
+    """The rest of a frame's place, where that is several views: the parser cuts it and fills it like one view, and
+    whoever reads calls `receive`. No byte is copied twice, and none is staged."""
+
+    #: Views handed to one system call: it pays for each, also for those for which nothing has come yet. (64 and 128
+    #: were alike in a bare receiver, 32 and 255 slower.)
+    WINDOW: Final = 64
+    #: Smaller views cost more here than a copy from the staging buffer does.
+    SMALLEST: Final = 1024
+
+    __slots__ = ("_first", "_recvmsg", "_views", "nbytes")
+
+    def __init__(self, recvmsg: Callable[[list[memoryview]], int], views: list[memoryview], nbytes: int) -> None:
+        """`views` have `nbytes` together."""
+        self._recvmsg = recvmsg
+        self._views = views
+        self._first = 0
+        self.nbytes = nbytes
+
+    def receive(self) -> int:
+        """Receive some of it: how much. What was received is cut off afterwards, by whoever accounts for it."""
+        return self._recvmsg(self._views[self._first : self._first + self.WINDOW])
+
+    def __getitem__(self, key: slice) -> Scatter:
+        """`self[n:]`, which is this one from now on: the first `n` bytes are there."""
+        views, at, left = self._views, self._first, key.start or 0
+        self.nbytes -= left
+        while left:
+            view = views[at]
+            if len(view) > left:
+                views[at] = view[left:]
+                break
+            left -= len(view)
+            at += 1
+        self._first = at
+        return self
+
+    def __setitem__(self, key: slice, data: memoryview) -> None:
+        """`self[:n] = data`: bytes that came with the header."""
+        start = 0
+        for view in self._views[self._first :]:
+            end = start + len(view)
+            if end >= len(data):
+                view[: len(data) - start] = data[start:]
+                return
+            view[:] = data[start:end]
+            start = end
 
 
 class Posted:
@@ -87,7 +142,7 @@ class Posted:
         self._part = memoryview(b"")
         self._staged = None
 
-    def place(self, nbytes: int) -> memoryview | None:
+    def place(self, nbytes: int) -> memoryview | Scatter | None:
         """Where the next bytes go; None: nowhere."""
         if self._parts is None:
             return None
@@ -100,8 +155,25 @@ class Posted:
         if len(self._part) - at >= nbytes:
             self._at = at + nbytes
             return self._part[at : at + nbytes]
+        recvmsg = self._arrivals.recvmsg
+        if recvmsg is not None and len(self._part) >= Scatter.SMALLEST:
+            return Scatter(recvmsg, self._next_views(nbytes), nbytes)
         self._staged = self._arrivals.staging()[:nbytes]
         return self._staged
+
+    def _next_views(self, nbytes: int) -> list[memoryview]:
+        """Views of the next `nbytes`, which begin in the part that was begun and end in another."""
+        assert self._parts is not None
+        views = [self._part[self._at :]]
+        left = nbytes - len(views[0])
+        for part in self._parts:
+            if len(part) >= left:
+                self._part, self._at = part, left
+                views.append(part if len(part) == left else part[:left])
+                return views
+            views.append(part)
+            left -= len(part)
+        raise self._overrun()
 
     def landed(self, nbytes: int) -> None:
         """They are there."""
@@ -170,7 +242,8 @@ class Outflow:
         self.sent = 0
         self._cursor = Cursor(parts)
         self._outbound = outbound
-        self._take = parts.take if isinstance(parts, Run) else None
+        #: Where the link gathers views of this size itself, copying them before would only add a copy.
+        self._take = parts.take if isinstance(parts, Run) and parts.each < outbound.join_below else None
         #: Bytes that were handed out by `_take`.
         self._taken = 0
 
@@ -211,6 +284,8 @@ class Arrivals:
 
     def __init__(self) -> None:
         self.posted: dict[int, Posted] = {}
+        #: Receives into several buffers at once, if the connection there is can do that.
+        self.recvmsg: Callable[[list[memoryview]], int] | None = None
         self._staging: memoryview | None = None
 
     def expect(
@@ -248,6 +323,7 @@ class Arrivals:
         for posted in self.posted.values():
             posted.discard()
         self.posted.clear()
+        self.recvmsg = None
         self._staging = None
 
     def staging(self) -> memoryview:

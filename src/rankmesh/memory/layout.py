@@ -22,6 +22,8 @@ from rankmesh.memory.protocol import Bit
 #: (offset, length, stride, count): `count` stretches of `length` bytes of a region, `stride` apart.
 Block = tuple[int, int, int, int]
 
+_nbytes = operator.attrgetter("nbytes")
+
 
 class Stretches(NamedTuple):
     """How an array lies: stretches of `nbytes`, and the axes that say where they begin."""
@@ -82,21 +84,22 @@ class Pages:
     FEWEST: Final = 8
     LARGEST: Final = 64 * 1024
 
-    __slots__ = ("_aligned", "_flat", "_nbytes", "_starts")
+    __slots__ = ("_aligned", "_flat", "_starts", "each")
 
     def __init__(self, flat: memoryview, starts: np.ndarray[Any, np.dtype[np.intp]], nbytes: int) -> None:
         self._flat = flat
         self._starts = starts
-        self._nbytes = nbytes
+        #: Bytes of a page.
+        self.each = nbytes
         self._aligned: bool | None = None
 
     def __iter__(self) -> Iterator[memoryview]:
         starts = self._starts
-        return map(self._flat.__getitem__, map(slice, starts.tolist(), (starts + self._nbytes).tolist()))
+        return map(self._flat.__getitem__, map(slice, starts.tolist(), (starts + self.each).tolist()))
 
     def put(self, at: int, data: memoryview) -> None:
         """Put `data` at byte `at` of them all. The first and the last page may be met in part."""
-        nbytes, flat = self._nbytes, self._flat
+        nbytes, flat = self.each, self._flat
         page, within = divmod(at, nbytes)
         if within:
             start = int(self._starts[page]) + within
@@ -117,7 +120,7 @@ class Pages:
     def take(self, at: int, into: memoryview) -> int:
         """Copy whole pages from byte `at` of them all on. 0: they do not lie at multiples of their size, are too large
         for `into`, or there are no more."""
-        nbytes, flat = self._nbytes, self._flat
+        nbytes, flat = self.each, self._flat
         page = at // nbytes
         starts = self._starts[page : page + len(into) // nbytes]
         if self._aligned is None:
@@ -243,16 +246,17 @@ class Later:
 
     def _plain(self) -> list[memoryview] | None:
         """Where all are contiguous buffers, in few steps."""
+        views: list[memoryview] = []
+        kinds: set[tuple[bool, str]] = set()
         try:
-            views: list[memoryview] = [memoryview(each) for each in self._data]
-            if self._writes and any(view.readonly for view in views):
-                return None
-            formats = {view.format for view in views}
-            if formats != {"B"} or any(view.ndim != 1 for view in views):
-                views = [view.cast("B") for view in views]
-        except (TypeError, ValueError):
+            for each in self._data:  # once through: to fetch thousands of objects costs more than the steps do
+                view = memoryview(each)
+                kinds.add((view.readonly, view.format))
+                views.append(view.cast("B"))
+        except (TypeError, ValueError):  # strided, empty, foreign, or of a dtype without a format
             return None
-        return None if any("O" in each for each in formats) or any(not view.contiguous for view in views) else views
+        usable = not any("O" in kind or (self._writes and readonly) for readonly, kind in kinds)
+        return views if usable else None
 
     def __iter__(self) -> Iterator[memoryview]:
         yield from self.make()
@@ -278,11 +282,14 @@ class Batch:
         """Take the pieces of a batch, all at once where they are plain: thousands are common. Views of them are made
         later, while the request is on its way."""
         pieces = list(pieces)
+        count = len(pieces)
         try:
-            data = [each for each, _ in pieces]
-            table = np.empty((len(data), 2), np.int64)
-            table[:, 0] = np.fromiter((operator.index(offset) for _, offset in pieces), np.int64, len(data))
-            table[:, 1] = [each.nbytes for each in data]
+            data, offsets = zip(*pieces, strict=True)
+            table = np.empty((count, 2), np.int64)
+            table[:, 0] = np.fromiter(
+                offsets if {*map(type, offsets)} == {int} else map(operator.index, offsets), np.int64, count
+            )
+            table[:, 1] = np.fromiter(map(_nbytes, data), np.int64, count)
         except OverflowError:
             raise self._outside("pieces at offsets beyond 64 bits") from None
         except (

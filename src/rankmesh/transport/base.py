@@ -57,6 +57,15 @@ class Link(Protocol):
 
 
 @runtime_checkable
+class ScatteringLink(Link, Protocol):
+    """A Link that can receive into several buffers at once: one system call for many small ones."""
+
+    def recvmsg_into(self, buffers: Sequence[memoryview], /) -> int:
+        """As `recv_into`, for at most IOV_MAX of them."""
+        ...
+
+
+@runtime_checkable
 class PolledLink(Link, Protocol):
     """A Link that can be looked at without a system call: rings in shared memory.
 

@@ -101,6 +101,9 @@ class TcpLink:
             # Without the empty ones: a prefix of nothing but those would be 0 bytes, again and again.
             return self._sendmsg([buffer for buffer in buffers if memoryview(buffer).nbytes][:IOV_MAX])
 
+    def recvmsg_into(self, buffers: Sequence[memoryview], /) -> int:
+        return self._sock.recvmsg_into(buffers)[0]
+
     def shutdown_write(self) -> None:
         self._sock.shutdown(socket.SHUT_WR)
 

@@ -20,7 +20,7 @@ that the bytes of the next piece can go to their place too.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 from rankmesh.errors import InternalError
 from rankmesh.wire.header import HEADER, HEADER_BYTES, VERSION, Header, Kind, explain
@@ -32,6 +32,19 @@ SINK_BYTES: Final = 64 * 1024
 _unpack_from = HEADER.unpack_from
 _DATA: Final = int(Kind.DATA)
 _EAGER: Final = int(Kind.EAGER)
+
+
+class Place(Protocol):
+    """Where a payload goes, if that is not one view: cut and filled like one."""
+
+    nbytes: int
+
+    def receive(self) -> int:
+        """For whoever reads the stream: put what has come there, and say how much that was."""
+        ...
+
+    def __getitem__(self, key: slice, /) -> Place: ...
+    def __setitem__(self, key: slice, value: memoryview, /) -> None: ...
 
 
 class Parser:
@@ -59,15 +72,15 @@ class Parser:
         self.begins: Final = self._staging.startswith
         self._pos = 0
         self._end = 0
-        self._fill: memoryview | None = None
+        self._fill: memoryview | Place | None = None
         self._skip = 0
         self._sink: memoryview | None = None
         self.header: tuple[int, ...] = ()
         #: A payload is being received; no header can be asked for until it is complete.
         self.pending = False
 
-    def target(self) -> memoryview:
-        """Where the next bytes of the stream belong."""
+    def target(self) -> memoryview | Place:
+        """Where the next bytes of the stream belong: a view, or the rest of a Place that `into` was given."""
         fill = self._fill
         if fill is not None:
             return fill
@@ -135,7 +148,7 @@ class Parser:
         self._pos = end
         return self._view[pos:end]
 
-    def into(self, view: memoryview) -> bool:
+    def into(self, view: memoryview | Place) -> bool:
         """Receive the payload into `view`, which has exactly its size."""
         pos = self._pos
         nbytes = self.header[6]
