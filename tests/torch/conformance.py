@@ -52,22 +52,22 @@ def load(world_size: int = 3) -> type[unittest.TestCase]:
         DistTestCases.backend_feature[feature].add(rankmesh.torch.NAME)
     from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
 
-    class Conformance(TestDistBackend, DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
+    class Conformance(TestDistBackend, DistributedTest._DistTestBase):
         """torch's tests, on forked ranks that write to a file of their own."""
 
         output = tempfile.TemporaryFile("a+")  # noqa: SIM115  # as long as the process
 
         def setUp(self) -> None:
-            super().setUp()
+            super().setUp()  # type: ignore[no-untyped-call]
             self.output.truncate(0)
             sys.stdout.flush()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
         @classmethod
-        def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
+        def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
             for descriptor in (1, 2):
                 os.dup2(cls.output.fileno(), descriptor)
-            super()._run(rank, test_name, file_name, pipe, **kwargs)
+            super()._run(rank, test_name, file_name, parent_pipe, **kwargs)  # type: ignore[no-untyped-call]
 
     return Conformance
 

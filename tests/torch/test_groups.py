@@ -86,7 +86,7 @@ def _device_mesh(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    assert list(mesh.get_coordinate()) == [rank // 2, rank % 2]
+    assert [mesh.get_local_rank(name) for name in ("replicate", "shard")] == [rank // 2, rank % 2]
     tensor = torch.tensor([float(rank)])
     dist.all_reduce(tensor, group=mesh.get_group("shard"))
     assert tensor.item() == (1.0 if rank < 2 else 5.0)

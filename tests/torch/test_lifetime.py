@@ -86,19 +86,24 @@ def test_one_store_for_many_process_groups_and_beside_gloo(nursery: Nursery) -> 
     assert nursery.call(_one_store) == [[3.0, 3.0, 3.0, 2.0], [3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 2.0]]
 
 
-def _late(rank: int, talk: Any, folder: str) -> Any:
+def _late(rank: int, talk: Any, port: int) -> Any:
     """Rank 1 comes too late for the first attempt, and all meet in the next."""
-    first = attempt(init, rank, 2, folder, 0.5) if rank == 0 else None
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=SECONDS, wait_for_workers=False)
+
+    def meet(timeout: timedelta) -> None:
+        dist.init_process_group("rankmesh", store=store, rank=rank, world_size=2, timeout=timeout)
+
+    first = attempt(meet, timedelta(seconds=scaled(0.5))) if rank == 0 else None
     talk.send("tried")
     talk.recv()
-    init(rank, 2, folder)
+    meet(SECONDS)
     assert _sum() == 2.0
     dist.destroy_process_group()
     return first
 
 
 def _lateness() -> Any:
-    with tempfile.TemporaryDirectory() as folder, Ranks(2, _late, folder) as ranks:
+    with Ranks(2, _late, free_port()) as ranks:
         for rank in (0, 1):
             assert ranks.hear(rank) == "tried"
         for rank in (0, 1):
@@ -165,6 +170,8 @@ def _ends(rank: int, talk: Any, folder: str, how: str) -> Any:
     group = dist.group.WORLD
     assert _sum() == SIZE
     work = dist.irecv(torch.empty(1), (rank + 1) % SIZE, tag=4)
+    talk.send("ready")  # all are past the sum
+    talk.recv()
     if rank == 0:
         if how == "abort":
             group.abort()
@@ -173,7 +180,7 @@ def _ends(rank: int, talk: Any, folder: str, how: str) -> Any:
     talk.send("past")
     talk.recv()
     own = attempt(work.wait)
-    later = attempt(group.barrier)
+    later = attempt(lambda: group.barrier().wait())
     if rank != 0:
         group.abort()
     return own, later
@@ -181,10 +188,11 @@ def _ends(rank: int, talk: Any, folder: str, how: str) -> Any:
 
 def _endings(how: str) -> Any:
     with tempfile.TemporaryDirectory() as folder, Ranks(SIZE, _ends, folder, how) as ranks:
-        for rank in range(SIZE):
-            assert ranks.hear(rank) == "past"
-        for rank in range(SIZE):
-            ranks.say(rank)
+        for word in ("ready", "past"):
+            for rank in range(SIZE):
+                assert ranks.hear(rank) == word
+            for rank in range(SIZE):
+                ranks.say(rank)
         found = [ranks.outcome(rank) for rank in range(SIZE)]
         assert [ranks.exit_code(rank) for rank in range(SIZE)] == [0] * SIZE
         return found

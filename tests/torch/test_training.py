@@ -117,9 +117,11 @@ def _dtensor(rank: int) -> None:
     left, right = torch.randn(9, 6), torch.randn(6, 12)
     rows = distribute_tensor(left, mesh, [Shard(0)])
     columns = distribute_tensor(right, mesh, [Shard(1)])
-    product = rows @ columns.redistribute(mesh, [Replicate()])
+    product: Any = rows @ columns.redistribute(mesh, [Replicate()])
     torch.testing.assert_close(product.full_tensor(), left @ right)
-    inner = distribute_tensor(left, mesh, [Shard(1)]) @ distribute_tensor(right, mesh, [Shard(0)])  # a sum over ranks
+    inner: Any = distribute_tensor(left, mesh, [Shard(1)]) @ distribute_tensor(
+        right, mesh, [Shard(0)]
+    )  # a sum over ranks
     torch.testing.assert_close(inner.full_tensor(), left @ right)
     turned = rows.redistribute(mesh, [Shard(1)])
     torch.testing.assert_close(turned.full_tensor(), left)
@@ -156,16 +158,17 @@ def test_functional_collectives(nursery: Nursery) -> None:
 
 
 def _checkpoint(rank: int, folder: str) -> None:
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(24.0).view(12, 2)
     state = {"weights": distribute_tensor(whole, mesh, [Shard(0)]), "step": 7}
-    checkpoint.save(state, checkpoint_id=folder)
-    empty = {"weights": distribute_tensor(torch.zeros(12, 2), mesh, [Shard(0)]), "step": 0}
-    checkpoint.load(empty, checkpoint_id=folder)
+    save(state, checkpoint_id=folder)
+    empty: dict[str, Any] = {"weights": distribute_tensor(torch.zeros(12, 2), mesh, [Shard(0)]), "step": 0}
+    load(empty, checkpoint_id=folder)
     assert empty["step"] == 7
     assert empty["weights"].full_tensor().equal(whole)
 

@@ -4,6 +4,7 @@ sizes."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -135,11 +136,14 @@ def test_parts_of_different_sizes(nursery: Nursery) -> None:
     nursery.run(SIZE, _uneven)
 
 
+VIEWS: list[Callable[[Any], Any]] = [lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[1:3], lambda t: t[::2, 1]]
+
+
 def _layouts(rank: int) -> None:
     """Strides, conjugates, tensors that require gradients."""
     whole = torch.arange(24.0).view(4, 6) + rank
     wanted = sum(torch.arange(24.0).view(4, 6) + r for r in range(SIZE))
-    for view in (lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[1:3], lambda t: t[::2, 1]):
+    for view in VIEWS:
         tensor = whole.clone()
         dist.all_reduce(view(tensor))
         equal(view(tensor), view(wanted))
@@ -203,6 +207,7 @@ def test_several_tensors_in_one_call(nursery: Nursery) -> None:
 
 
 def _sparse(rank: int) -> None:
+    tensor: Any = None
     for dense in ((), (2,)):
         indices = torch.tensor([[0, rank], [1, 2 + rank]])
         tensor = torch.sparse_coo_tensor(indices, torch.ones((2, *dense)), (4, 6, *dense))
@@ -228,10 +233,10 @@ def _objects(rank: int) -> None:
     everyone: list[Any] = [None] * SIZE
     dist.all_gather_object(everyone, mine)
     assert [one["rank"] for one in everyone] == [0, 1, 2]
-    listed = [mine if rank == 1 else None]
+    listed: list[Any] = [mine if rank == 1 else None]
     dist.broadcast_object_list(listed, 1)
     assert listed[0]["tensor"].tolist() == [1.0] * 3
-    gathered = [None] * SIZE if rank == 2 else None
+    gathered: list[Any] | None = [None] * SIZE if rank == 2 else None
     dist.gather_object(mine, gathered, 2)
     assert gathered is None or [one["rank"] for one in gathered] == [0, 1, 2]
     out: list[Any] = [None]

@@ -271,7 +271,7 @@ def meet_through(registry: Registry, endpoint: Endpoint, meeting: Meeting, deadl
         raise JoinError(
             f"{len(found)} of {meeting.size} ranks joined in {timeout:.1f} s; missing: rank "
             f"{', '.join(map(str, missing))}. "
-            "Look at their output, or pass a larger timeout= to join().",
+            "Look at their output, or pass a larger timeout=.",
             missing=missing,
             size=meeting.size,
         )

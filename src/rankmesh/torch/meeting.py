@@ -37,11 +37,18 @@ class TorchStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._claimed = ""
 
     def claim(self, key: str, value: bytes, timeout: float | None = None) -> bytes:
         """Nobody else comes to this key: its rank has counted the attempt."""
+        self._claimed = key
         self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken too
         return value
+
+    def withdraw(self) -> None:
+        """Nobody shall look for us where we were."""
+        if self._claimed:
+            self._store.delete_key(self._claimed)
 
     def get_many(self, keys: Iterable[str], timeout: float | None = None) -> dict[str, bytes]:
         """Those that are there by the deadline."""
@@ -65,17 +72,19 @@ def meet_at(store: Store, rank: int, size: int, timeout: float) -> Mesh:
     attempt = f"rankmesh/attempts/{rank}"
     number = store.add(attempt, 1)
     meeting = Meeting(rank, size, (address,), hosts=False, run=f"rankmesh/{number}")
+    registry = TorchStore(store)
     endpoint: Endpoint | None = None
     try:
         endpoint = open_endpoint(meeting, config, Endpoint)
-        mesh = Mesh(endpoint, rank, meet_through(TorchStore(store), endpoint, meeting, deadline), chooser)
+        mesh = Mesh(endpoint, rank, meet_through(registry, endpoint, meeting, deadline), chooser)
         mesh.gather_at_hub(deadline)
     except BaseException as error:
         if endpoint is not None:
             endpoint.abort(str(error))
-        store.add(attempt, -1)
         if isinstance(error, dist.DistError):  # the store itself: its host is gone, or was never there
             raise JoinError(f"The store of the process group failed: {error}. See whether rank 0 runs.") from error
+        registry.withdraw()
+        store.add(attempt, -1)
         raise
     return mesh
 

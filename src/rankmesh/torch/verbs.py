@@ -20,14 +20,16 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from rankmesh.endpoint import ANY_SOURCE
-from rankmesh.errors import UsageError
+from rankmesh.errors import RankmeshError, UsageError
 from rankmesh.group import Group
 from rankmesh.torch import sparse
 from rankmesh.torch.operations import name_of, options
 from rankmesh.torch.staging import Conclude, Target, Targets, in_place, native, source, together
-from rankmesh.torch.work import Work
+from rankmesh.torch.work import Failed, Part, Work, in_backward
 
 _NO_TIME: Final = timedelta(0)
+#: Of an all_reduce that the caller waited for in the call.
+_DONE: Final = Work((), [])
 
 
 def only(tensors: Sequence[Any], what: str = "tensors") -> Any:
@@ -68,9 +70,15 @@ class Verbs:
             if conclude is not None:
                 conclude()
             return Work((), outputs)
-        return self._begun(verb(*args, **keywords, timeout=timeout, async_op=True), outputs, conclude)
+        try:
+            part: Part = verb(*args, **keywords, timeout=timeout, async_op=True)
+        except RankmeshError as error:
+            if not in_backward():
+                raise
+            part = Failed(error)
+        return self._begun(part, outputs, conclude)
 
-    def _begun(self, part: Any, outputs: Any, conclude: Conclude | None = None) -> Work:
+    def _begun(self, part: Part, outputs: Any, conclude: Conclude | None = None) -> Work:
         work = Work((part,), outputs, () if conclude is None else (conclude,))
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -89,7 +97,15 @@ class Verbs:
         )
 
     def allreduce(self, tensors: Any, opts: Any = None, **short: Any) -> Work:
-        return self._all_reduce(only(tensors), options(c10d.AllreduceOptions, opts, short))
+        if short or not isinstance(opts, c10d.AllreduceOptions):
+            opts = options(c10d.AllreduceOptions, opts, short)
+        tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else only(tensors)
+        if self._coalesced is None and not getattr(opts, "asyncOp", True) and tensor.layout is torch.strided:
+            array = in_place(tensor)
+            if array is not None:  # the hot path: what `_run` does, with fewer calls
+                self.group.all_reduce(array, name_of(opts.reduceOp), timeout=self._timeout(opts))
+                return _DONE
+        return self._all_reduce(tensor, opts)
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> Work:
         if tensor.layout is not torch.strided:

@@ -7,6 +7,7 @@
 - A future that is asked for during a backward pass is DDP's. Its operation is waited for when the pass has come to its
   end, before the reducer does so: in the thread that called `backward`, which drives, and to which rankmesh's error
   then comes as it is. The reducer itself could only wait for the background thread, and raise a RuntimeError.
+  For the same reason an operation that cannot be begun there is one that fails (`Failed`).
 - Callbacks of a future run on the thread that completes it. They may start operations and wait for them: such waits
   drive.
 """
@@ -14,7 +15,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,33 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from rankmesh import endpoint
+from rankmesh.errors import RankmeshError
 from rankmesh.torch.staging import Conclude
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward pass: C++ called, and whatever is raised here goes through it."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Failed:
+    """In the place of an operation that could not be begun: waiting for it raises why."""
+
+    def __init__(self, error: RankmeshError) -> None:
+        self.error: BaseException | None = error
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        raise self._error
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        callback(self)
+
+
+Part = endpoint.Work[Any] | Failed
 
 
 class Work(c10d.Work):
@@ -33,7 +60,7 @@ class Work(c10d.Work):
     _future: Future | None = None
     _lock: threading.Lock | None = None
 
-    def __init__(self, parts: Sequence[endpoint.Work[Any]], outputs: Any, concludes: Sequence[Conclude] = ()) -> None:
+    def __init__(self, parts: Sequence[Part], outputs: Any, concludes: Sequence[Conclude] = ()) -> None:
         """`concludes`: what is left to do when all parts have ended well."""
         super().__init__()
         self.parts = parts
@@ -85,7 +112,7 @@ class Work(c10d.Work):
     def get_future(self) -> Future:
         if self._future is None:
             self._future = Future(self)
-            if torch._C._current_graph_task_id() != -1:
+            if in_backward():
                 torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)
         return self._future
 
