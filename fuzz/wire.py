@@ -151,6 +151,7 @@ class _Stream:
     def fill(self, parser: Parser) -> int:
         """Put the next piece where it belongs, and leave it to the caller to tell the parser."""
         target = parser.target()
+        assert isinstance(target, memoryview), "nothing is scattered here"
         if not target.nbytes:
             raise AssertionError("an empty target: recv_into would take it for the end of the stream")
         size = min(target.nbytes, len(self.data) - self.at, self.random.randint(1, self.most))

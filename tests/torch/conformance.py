@@ -64,12 +64,10 @@ def load(world_size: int = 3) -> type[unittest.TestCase]:
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
         @classmethod
-        def _run(  # type: ignore[override]  # the two bases name the last argument differently
-            cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any
-        ) -> None:
+        def _run(cls, *args: Any, **kwargs: Any) -> None:
             for descriptor in (1, 2):
                 os.dup2(cls.output.fileno(), descriptor)
-            super()._run(rank, test_name, file_name, parent_pipe, **kwargs)  # type: ignore[no-untyped-call]
+            super()._run(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return Conformance
 

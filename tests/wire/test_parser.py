@@ -54,7 +54,7 @@ class Link:
     reads: list[tuple[object, int, int]] = field(default_factory=list)
 
     def read(self, parser: Parser) -> bool:
-        target = parser.target()
+        target = view(parser)
         assert target.nbytes > 0, "recv_into an empty view would look like the end of the stream"
         given_bytes = min(target.nbytes, len(self.stream) - self.at, next(self.sizes))
         target[:given_bytes] = self.stream[self.at : self.at + given_bytes]
@@ -265,9 +265,16 @@ def test_the_largest_control_frame_can_be_taken_whole_or_received() -> None:
 # --- one step: feed ---------------------------------------------------------------------------------------------------
 
 
+def view(parser: Parser) -> memoryview:
+    """Where the next bytes go: one stretch, wherever no payload is scattered."""
+    target = parser.target()
+    assert isinstance(target, memoryview)
+    return target
+
+
 def put(parser: Parser, data: bytes) -> int:
     """The bytes are in their place, and the parser does not know of them yet."""
-    target = parser.target()
+    target = view(parser)
     target[: len(data)] = data
     return len(data)
 
@@ -344,7 +351,7 @@ def test_who_reads_into_staging_itself_may_feed_it_when_the_parser_is_at_rest() 
     for frame in (ping, eager, eager, ping):
         assert parser.at_rest() is True
         parser.staging[: len(frame.wire)] = frame.wire
-        assert parser.target().obj is parser.staging.obj
+        assert view(parser).obj is parser.staging.obj
         assert parser.feed(len(frame.wire)) == frame.header
         assert parser.at_rest() is (frame is ping)
         assert bytes(parser.take() or b"") == frame.payload
@@ -432,7 +439,7 @@ def test_after_data_only_the_next_header_is_asked_for(pieces: list[int], sizes: 
 
 def test_after_other_frames_the_whole_staging_buffer_is_asked_for_again() -> None:
     parser = Parser(PAYLOAD_LIMIT)
-    assert parser.target().nbytes == STAGING_BYTES
+    assert view(parser).nbytes == STAGING_BYTES
     link = Link(Frame(Kind.DATA, b"x").wire + Frame(Kind.PING).wire, repeat(HEADER_BYTES + 1))
     link.read(parser)
     assert read_all(parser, link, repeat(by_into, 3)) == [
@@ -440,7 +447,7 @@ def test_after_other_frames_the_whole_staging_buffer_is_asked_for_again() -> Non
         (Frame(Kind.PING).header, b""),
     ]
     assert [asked for _, asked, _ in link.reads] == [STAGING_BYTES, HEADER_BYTES]
-    assert parser.target().nbytes == STAGING_BYTES
+    assert view(parser).nbytes == STAGING_BYTES
 
 
 # --- dropping ---------------------------------------------------------------------------------------------------------
@@ -490,14 +497,14 @@ def test_a_received_place_is_released() -> None:
 
 def test_dropping_a_large_payload_takes_one_small_buffer(peak_bytes: Callable[[], int]) -> None:
     parser = Parser({int(Kind.EAGER): 1 << 40})
-    parser.target()[:HEADER_BYTES] = pack(Kind.EAGER, nbytes=1 << 28)
+    view(parser)[:HEADER_BYTES] = pack(Kind.EAGER, nbytes=1 << 28)
     parser.received(HEADER_BYTES)
     parser.next_header()
     peak_bytes()
     assert parser.drop() is False
     dropped = 0
     while parser.pending:
-        target = parser.target()
+        target = view(parser)
         assert 0 < target.nbytes <= SINK_BYTES
         dropped += target.nbytes
         parser.received(target.nbytes)
@@ -575,7 +582,7 @@ def test_take_eager_takes_just_that_message_and_nothing_else() -> None:
     frames = pack(Kind.EAGER, group=1, tag=7, nbytes=len(payload)) + payload
     after = pack(Kind.PING)
     parser = Parser(Limits(1024, 1024, 1024).payloads())
-    target = parser.target()
+    target = view(parser)
     target[: len(frames + after)] = frames + after
     assert not parser.take_eager(1, 7, memoryview(bytearray(8))), "nothing has been received yet"
     parser.received(len(frames) + len(after))
@@ -596,6 +603,6 @@ def test_take_eager_leaves_other_frames_to_the_parser(change: tuple[int, int]) -
     frame = bytearray(pack(Kind.EAGER, group=1, tag=7, nbytes=4) + b"abcd")
     frame[change[0]] = change[1]
     parser = Parser(Limits(1024, 1024, 1024).payloads())
-    parser.target()[: len(frame)] = frame
+    view(parser)[: len(frame)] = frame
     parser.received(len(frame))
     assert not parser.take_eager(1, 7, memoryview(bytearray(4)))

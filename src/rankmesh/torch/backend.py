@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
 
 from rankmesh.torch.plugin import Plugin
+from rankmesh.torch.registration import NAME
 from rankmesh.torch.worlds import Place
 
 
@@ -34,7 +35,7 @@ class Backend(Plugin, c10d.Backend):  # type: ignore[misc]  # torch's stubs name
 
     @property
     def options(self) -> Any:
-        return c10d.Backend.Options("rankmesh", timeout=timedelta(seconds=self.seconds))
+        return c10d.Backend.Options(NAME, timeout=timedelta(seconds=self.seconds))
 
     def split(self, store: Store, ranks: list[int], opts: Any) -> Backend | None:
         """Of some of this one's ranks; None on the others."""

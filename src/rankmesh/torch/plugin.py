@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from rankmesh.endpoint import Status, Work
 from rankmesh.errors import DeadlineError, PeerLost, RankmeshError
+from rankmesh.torch.registration import NAME
 from rankmesh.torch.verbs import Verbs
 from rankmesh.torch.worlds import Place
 
@@ -33,7 +34,7 @@ class Plugin(Verbs):
         self.seconds = seconds
 
     def getBackendName(self) -> str:  # noqa: N802  # c10d's
-        return "rankmesh"
+        return NAME
 
     def __repr__(self) -> str:
         return f"<rankmesh.torch.{type(self).__name__}: {self.group!r}>"

@@ -47,8 +47,11 @@ def source(tensor: Tensor) -> Tensor:
 
 def in_place(tensor: Tensor) -> Any:
     """The array over its memory, of its shape; None: it is to be staged, or numpy does not have its dtype."""
-    if tensor.dtype in _NUMPY and lies_flat(tensor) and not tensor.requires_grad:
-        return tensor.numpy()
+    if tensor.dtype in _NUMPY and tensor.is_cpu and tensor.is_contiguous():
+        try:
+            return tensor.numpy()
+        except RuntimeError:  # it requires gradients, or holds conjugates: seldom, and asking beforehand costs
+            return None
     return None
 
 
