@@ -177,7 +177,10 @@ class Nursery:
 
 
 def _serve(talk: Connection) -> None:
-    import torch
+    # These are imported by DDP's constructor, or by tests: once here instead of on each rank.
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
 
     import rankmesh.torch  # noqa: F401  # registers the backend
 
