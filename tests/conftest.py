@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from leaks import mark_this_run, no_leaks
 from nursery import nursery
-from pure import in_share
+from shares import share_of
 from timing import scaled
 
 __all__ = ["nursery"]
@@ -34,12 +34,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", choices=["pure", "rest"], help="only part of the tests: see tests/pure.py")
+    parser.addoption("--share", choices=["pure", "torch", "rest"], help="only part of the tests: see tests/shares.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     share: str | None = config.getoption("--share")
-    if share is None or not collection_path.name.startswith("test_") or in_share(collection_path, share):
+    if share is None or not collection_path.name.startswith("test_") or share_of(collection_path) == share:
         return None
     return True
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from pure import IMPURE as IMPURE_IN_TESTS
-from pure import PURE as PURE_TESTS
+from shares import IMPURE as IMPURE_IN_TESTS
+from shares import PURE as PURE_TESTS
 from timing import scaled
 
 SOURCE = Path(__file__).parent.parent / "src"

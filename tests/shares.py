@@ -1,10 +1,10 @@
-"""Which modules of tests only compute: no sockets, threads, processes or clocks. `make test` runs them while it lints,
-and all the others afterwards, alone, because tests of time and races shall not share their cores.
+"""The shares in which `make test` runs the tests, because tests of time and races shall not share their cores.
 
-    pytest --share pure        only these
-    pytest --share rest        only the others
+    pytest --share pure        what only computes: no sockets, threads, processes or clocks
+    pytest --share torch       programs of torch, most of whose time goes into its import: beside the former, and ruff
+    pytest --share rest        all others, afterwards, alone
 
-tests/test_architecture.py looks at what they import.
+tests/test_architecture.py looks at what the pure ones import.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ IMPURE = frozenset({
 })  # fmt: skip
 
 
-def in_share(path: Path, share: str) -> bool:
-    """Whether a module of tests belongs to a share, `pure` or `rest`."""
-    return (path in PURE) == (share == "pure")
+def share_of(path: Path) -> str:
+    """Of a module of tests."""
+    if path in PURE:
+        return "pure"
+    return "torch" if path.parent == TESTS / "torch" or path == TESTS / "test_examples.py" else "rest"
