@@ -123,7 +123,8 @@ dist.init_process_group("rankmesh")
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
 dist.new_group([0])
-print("sum", tensor.item(), flush=True)
+import os
+os.write(1, b"sum %.1f\\n" % tensor.item())  # in one piece: two processes write to one file
 {end}
 """
 
