@@ -53,5 +53,5 @@ if __name__ == "__main__":
     parser.add_argument("--compress", choices=["fp16", "bf16", "int8", "topk", "randomk"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    # Groups are kept to the end: one of gloo's that is freed while its thread frees the last work waits for it for ever.
+    # Kept to the end: a group of gloo that is freed while its thread frees the last work waits for it for ever.
     groups = [train(name, arguments.compress) for name in arguments.backend]
