@@ -58,6 +58,10 @@ def test_init_methods(nursery: Nursery) -> None:
     nursery.call(_methods)
 
 
+#: To a process's end: a group of gloo that is freed while its thread frees the last work waits for it for ever.
+_kept: list[Any] = []
+
+
 def _again(rank: int, talk: Any, port: int) -> list[float]:
     """One store for several process groups, one after the other, as torchrun's agent keeps one."""
     store = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, timeout=SECONDS)
@@ -72,6 +76,7 @@ def _again(rank: int, talk: Any, port: int) -> list[float]:
         tensor = torch.ones(1)
         dist.all_reduce(tensor, group=ours)
         found.append(tensor.item())
+    _kept.append(dist.group.WORLD)
     dist.barrier()
     dist.destroy_process_group()
     return found
