@@ -222,6 +222,11 @@ def _sparse(rank: int) -> None:
         equal(tensor.to_dense(), wanted)
     with pytest.raises(ValueError, match=r"sum or an average"):
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    culprit = 1 if rank == 0 else 0
+    with pytest.raises(
+        ValueError, match=rf"Rank {culprit} passed a sparse tensor of shape .* Pass tensors of one shape"
+    ):
+        dist.all_reduce(torch.eye(3 + rank).to_sparse_coo())
 
 
 def test_sparse_tensors_are_added(nursery: Nursery) -> None:

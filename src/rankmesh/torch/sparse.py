@@ -1,6 +1,7 @@
 """The all_reduce of sparse tensors: everybody's entries on every rank, added where indices are the same.
 
-Cost: three collectives, of the entries' number, their indices and their values; n times the memory of a rank's entries.
+Cost: three collectives, of shape and number of the entries, their indices and their values; n times the memory of a
+rank's entries.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ def all_reduce(group: Group, tensor: Tensor, op: str, timeout: float) -> None:
             "Pass x.to_sparse_coo(), or x.to_dense()."
         )
     entries = tensor.detach().coalesce()
-    shape = np.array([*entries.shape, entries.sparse_dim()], np.int64)
-    group.all_gather(shape, timeout=timeout)  # ranks of other shapes get DesyncError here if dimensions differ
-    nnz = entries._nnz()
-    counts = group.all_gather(np.array(nnz, np.int64), timeout=timeout).tolist()
+    about = np.array([*entries.shape, entries.sparse_dim(), entries._nnz()], np.int64)
+    of_all = group.all_gather(about, timeout=timeout)  # where dimensions differ, it is a DesyncError
+    differing = np.flatnonzero((of_all[:, :-1] != about[:-1]).any(axis=1))
+    if len(differing):
+        other = int(differing[0])
+        *shape, sparse = of_all[other, :-1].tolist()
+        raise UsageError(
+            f"Rank {other} passed a sparse tensor of shape {shape} with {sparse} sparse dimensions, rank {group.rank} "
+            f"one of {[*entries.shape]} with {entries.sparse_dim()}. Pass tensors of one shape."
+        )
+    counts = of_all[:, -1].tolist()
     indices = _gathered(group, entries.indices().t(), counts, timeout).t()
     values = _gathered(group, entries.values(), counts, timeout)
     total = torch.sparse_coo_tensor(indices, values, entries.shape).coalesce()
