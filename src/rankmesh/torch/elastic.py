@@ -186,7 +186,7 @@ class Rendezvous:
 
     def _change(self, change: Callable[[State], State]) -> State:
         """Apply a change, and return what it led to. No change: the state as it is now."""
-        raw = self.client.claim(self._key, msgspec.msgpack.encode(State()), self.settings.read)
+        raw = self._read()
         while True:
             state = msgspec.msgpack.decode(raw, type=State)
             changed = change(state)
@@ -198,7 +198,11 @@ class Rendezvous:
             if found == wanted:
                 self._state = changed
                 return changed
-            raw = found if found is not None else msgspec.msgpack.encode(State())
+            raw = found if found is not None else self._read()
+
+    def _read(self) -> bytes:
+        """The state, which is there from then on."""
+        return self.client.claim(self._key, msgspec.msgpack.encode(State()), self.settings.read)
 
     def close(self) -> None:
         self._change(closed)
