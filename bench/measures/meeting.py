@@ -11,6 +11,7 @@ import socket
 import time
 from typing import IO, Any
 
+from measures.base import Rank, Reply
 from subjects.base import OPEN_TIMEOUT
 
 
@@ -73,3 +74,16 @@ def _connect(name: str) -> socket.socket:
             time.sleep(0.01)
         else:
             return sock
+
+
+class MeetingRank(Rank):
+    """One whose ranks also meet here, while the library is open."""
+
+    def open(self, port: int) -> Reply:
+        answer = super().open(port)
+        self.meeting = Meeting(self.rank, self.size, port)
+        return answer
+
+    def close(self) -> Reply:
+        self.meeting.close()
+        return super().close()

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from measures.base import SEED, Rank, Reply, WrongData, change, check_equal, latency_figures, random_bytes, warmup_of
-from measures.meeting import Meeting
+from measures.base import SEED, Reply, WrongData, change, check_equal, latency_figures, random_bytes, warmup_of
+from measures.meeting import MeetingRank
 from subjects.base import Bytes, OneSided, Piece, Transfer
 
 OWNER = 1
@@ -39,7 +39,7 @@ Owners = Callable[[], Reply | None]
 SPARSE_PAUSE = 0.002
 
 
-class OneSidedRank(Rank):
+class OneSidedRank(MeetingRank):
     def __init__(self, subject: OneSided, rank: int, size: int) -> None:
         super().__init__(subject, rank, size)
         self.subject = subject
@@ -71,14 +71,9 @@ class OneSidedRank(Rank):
 
     def open(self, port: int) -> Reply:
         answer = super().open(port)
-        self.meeting = Meeting(self.rank, self.size, port)
         self.region = self.subject.share(REGION_BYTES, lambda said: self.meeting.exchange(said)[OWNER])
         self.meeting.exchange(None)
         return answer
-
-    def close(self) -> Reply:
-        self.meeting.close()
-        return super().close()
 
     def read(self, nbytes: int, count: int) -> Outcome:
         """One at a time, of which the last is compared."""

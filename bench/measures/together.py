@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from measures.base import Rank, Reply, WrongData, warmup_of
-from measures.meeting import Meeting
+from measures.base import Reply, WrongData, warmup_of
+from measures.meeting import MeetingRank
 from subjects.base import Collectives, Floats, Transfer
 
 FLOAT_BYTES = 4
@@ -48,7 +48,7 @@ class Prepared:
     accumulates: bool = False
 
 
-class TogetherRank(Rank):
+class TogetherRank(MeetingRank):
     def __init__(self, subject: Collectives, rank: int, size: int) -> None:
         super().__init__(subject, rank, size)
         self.subject = subject
@@ -61,15 +61,6 @@ class TogetherRank(Rank):
             return self._measure(collective, nbytes, count)
 
         self.commands[collective] = command
-
-    def open(self, port: int) -> Reply:
-        answer = super().open(port)
-        self.meeting = Meeting(self.rank, self.size, port)
-        return answer
-
-    def close(self) -> Reply:
-        self.meeting.close()
-        return super().close()
 
     def _measure(self, collective: str, nbytes: int, count: int) -> Reply:
         prepared = self._prepared(collective, nbytes)

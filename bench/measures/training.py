@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import time
 
-from measures.base import Rank, Reply
-from measures.meeting import Meeting
+from measures.base import Reply
+from measures.meeting import MeetingRank
 from subjects.base import Trainer
 
 #: DDP cuts its buckets anew after the first step.
 WARMUP = 2
 
 
-class TrainingRank(Rank):
+class TrainingRank(MeetingRank):
     def __init__(self, subject: Trainer, rank: int, size: int) -> None:
         super().__init__(subject, rank, size)
         self.subject = subject
         self.commands["train"] = self.train
-
-    def open(self, port: int) -> Reply:
-        answer = super().open(port)
-        self.meeting = Meeting(self.rank, self.size, port)
-        return answer
-
-    def close(self) -> Reply:
-        self.meeting.close()
-        return super().close()
 
     def train(self, nbytes: int, count: int) -> Reply:
         """`nbytes`: of all gradients, for the report."""

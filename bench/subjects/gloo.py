@@ -11,19 +11,24 @@ import torch.distributed as dist
 from subjects.base import HOST, OPEN_TIMEOUT, Bytes, Messenger, Verb
 
 
+def open_process_group(backend: str, rank: int, size: int, port: int) -> None:
+    """The default group of a world on this host, whose ranks have one thread each."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{HOST}:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=OPEN_TIMEOUT),
+    )
+
+
 class Gloo(Messenger):
     #: Of torch.distributed.
     backend = "gloo"
 
     def open(self, rank: int, size: int, port: int) -> None:
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            self.backend,
-            init_method=f"tcp://{HOST}:{port}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=OPEN_TIMEOUT),
-        )
+        open_process_group(self.backend, rank, size, port)
         dist.barrier()
 
     def close(self) -> None:

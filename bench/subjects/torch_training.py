@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from subjects.base import HOST, OPEN_TIMEOUT, Trainer
+from subjects.base import Trainer
+from subjects.gloo import open_process_group
 from subjects.rankmesh_messages import rankmesh_version
 
 #: 25.2 million parameters: 3.1 + 9.4 + 9.4 + 3.1.
@@ -27,14 +27,7 @@ class Ddp(Trainer):
     backend = "gloo"
 
     def open(self, rank: int, size: int, port: int) -> None:
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            self.backend,
-            init_method=f"tcp://{HOST}:{port}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=OPEN_TIMEOUT),
-        )
+        open_process_group(self.backend, rank, size, port)
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(WIDTHS):
