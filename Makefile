@@ -18,7 +18,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-312 test-313 lint pytest pytest-pure pytest-torch conformance soak fuzz bench bench-shm bench-rpc \
+.PHONY: demo test test-312 test-313 lint pytest pytest-pure pytest-torch pytest-programs conformance soak fuzz bench bench-shm bench-rpc \
     bench-memory bench-collectives bench-ddp format clean debian-python debian-ip debian-mooncake
 # Where the environment forbids it, each of the many processes that the tests start would compile rankmesh anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,11 +32,11 @@ ARGS ?=
 demo: $(VENV)/installed
 	$(BIN)/rankmesh demo
 
-# What only computes, and torch's programs, are tested while ruff and mypy run, all other tests alone (tests/shares.py).
+# What only computes, and what only starts programs, is tested while ruff and mypy run, all else alone (tests/shares.py).
 # With ARGS, one after the other: which tests they select is not known here.
 ifeq ($(strip $(ARGS)),)
 test: debian-ip $(VENV)/installed-dev
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target pytest-torch lint pytest-pure
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target pytest-torch lint pytest-pure pytest-programs
 	$(BIN)/python -m pytest --share rest
 else
 test: lint pytest
@@ -45,7 +45,7 @@ endif
 pytest: debian-ip $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
-pytest-pure pytest-torch: pytest-%: $(VENV)/installed-dev
+pytest-pure pytest-torch pytest-programs: pytest-%: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --share $*
 
 lint: $(VENV)/installed-dev

@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from leaks import mark_this_run, no_leaks
 from nursery import nursery
-from shares import share_of
+from shares import SHARES, share_of
 from timing import scaled
 
 __all__ = ["nursery"]
@@ -34,7 +34,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", choices=["pure", "torch", "rest"], help="only part of the tests: see tests/shares.py")
+    parser.addoption("--share", choices=["pure", *SHARES, "rest"], help="only part of the tests: see tests/shares.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

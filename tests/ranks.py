@@ -14,8 +14,6 @@ else (tests/nursery.py): they are fresh, and start in a tenth of the time. Times
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,9 +21,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_connections
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from nursery import nursery
+from processes import Processes
 from rankmesh.config import Config
 from rankmesh.errors import RankmeshError
 from rankmesh.mesh import Mesh, join
@@ -75,53 +74,18 @@ def _main(url: str, rank: int, size: int, config: Config, talk: Connection, body
         raise
 
 
-class Ranks:
-    """A world of processes. Leaving the block kills what still runs."""
+class Ranks(Processes):
+    """A world of processes."""
+
+    patience = PATIENCE
 
     def __init__(self, size: int, body: Body, config: Config | None = None, args: Sequence[Any] = ()) -> None:
+        url, settings = f"tcp://127.0.0.1:{free_port()}", config or Config()
         context = multiprocessing.get_context("forkserver")
-        url = f"tcp://127.0.0.1:{free_port()}"
-        self.size = size
-        self._talks: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            settings = (url, rank, size, config or Config(), theirs, body, args)
-            process = context.Process(target=_main, args=settings, name=f"rank-{rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._talks.append(ours)
-            self._processes.append(process)
+        super().__init__(context, size, _main, lambda rank, talk: (url, rank, size, settings, talk, body, args))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process, talk in zip(self._processes, self._talks, strict=True):
-            talk.close()
-            process.kill()
-            process.join()
-            process.close()
-
-    def pid(self, rank: int) -> int:
-        pid = self._processes[rank].pid
-        assert pid is not None
-        return pid
-
-    def signal(self, rank: int, number: signal.Signals) -> float:
-        """Send a signal; the time just before."""
-        when = monotonic()
-        os.kill(self.pid(rank), number)
-        return when
-
-    def say(self, rank: int, what: Any = None) -> None:
-        self._talks[rank].send(what)
-
-    def hear(self, rank: int, timeout: float = PATIENCE) -> Any:
-        """What a rank says next, within `timeout` seconds (scaled here)."""
-        talk = self._talks[rank]
-        assert talk.poll(scaled(timeout)), f"rank {rank} said nothing within {scaled(timeout):g} s"
-        said = talk.recv()
+    def hear(self, rank: int, timeout: float | None = None) -> Any:
+        said = super().hear(rank, timeout)
         assert not isinstance(said, Crash), f"rank {rank} crashed:\n{said.trace}"
         return said
 
@@ -140,13 +104,6 @@ class Ranks:
                 rank = silent[talk]  # type: ignore[index]  # of what was given, these are ready
                 said[rank] = self.hear(rank)
         return [said[rank] for rank in range(self.size)]
-
-    def exit_code(self, rank: int) -> int | None:
-        """Wait for a rank's process to end."""
-        self._processes[rank].join(scaled(PATIENCE))
-        code = self._processes[rank].exitcode
-        assert code is not None, f"rank {rank} did not end"
-        return code
 
 
 def _report(mesh: Mesh, talk: Connection, fn: Callable[..., Any], args: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
     pytest --share pure        what only computes: no sockets, threads, processes or clocks
     pytest --share torch       programs of torch, most of whose time goes into its import: beside the former, and ruff
+    pytest --share programs    the README's and the command line's, whose time goes into starting them: the same
     pytest --share rest        all others, afterwards, alone
 
 tests/test_architecture.py looks at what the pure ones import.
@@ -29,12 +30,19 @@ PURE = frozenset(
 IMPURE = frozenset({
     "asyncio", "concurrent", "multiprocessing", "select", "selectors", "signal", "socket", "ssl", "subprocess", "time",
     "rankmesh.testing",
-    "attack", "calls", "forked", "hosts", "launching", "peers", "ranks", "regions", "timing",
+    "attack", "calls", "forked", "hosts", "launching", "peers", "processes", "ranks", "regions", "timing",
 })  # fmt: skip
+
+
+#: Folders and modules of the shares that are not given one by one.
+SHARES = {
+    "torch": (TESTS / "torch", TESTS / "test_examples.py"),
+    "programs": (TESTS / "cli", TESTS / "test_readme.py"),
+}
 
 
 def share_of(path: Path) -> str:
     """Of a module of tests."""
     if path in PURE:
         return "pure"
-    return "torch" if path.parent == TESTS / "torch" or path == TESTS / "test_examples.py" else "rest"
+    return next((share for share, places in SHARES.items() if path in places or path.parent in places), "rest")

@@ -8,8 +8,6 @@ runs there: `nursery.call(scenario, …)`. A scenario is a function of a module,
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import sys
 import tempfile
 import traceback
@@ -18,10 +16,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import pytest
 
+from processes import Processes
 from timing import scaled
 
 #: Seconds (scaled) a world may take for what it does in a fraction of them.
@@ -52,40 +51,14 @@ def attempt(call: Callable[..., Any], *args: Any) -> Outcome:
     return Outcome(monotonic(), value)
 
 
-class Ranks:
-    """Forked processes, each of which calls `body(rank, talk, *args)`. Leaving the block kills what still runs."""
+class Ranks(Processes):
+    """Forked processes, each of which calls `body(rank, talk, *args)`."""
+
+    patience = PATIENCE
 
     def __init__(self, size: int, body: Body, *args: Any) -> None:
         context = multiprocessing.get_context("fork")
-        self.size = size
-        self._talks: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, theirs, body, args), daemon=True)
-            process.start()
-            theirs.close()
-            self._talks.append(ours)
-            self.processes.append(process)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process, talk in zip(self.processes, self._talks, strict=True):
-            talk.close()
-            process.kill()
-            process.join()
-            process.close()
-
-    def say(self, rank: int, what: Any = None) -> None:
-        self._talks[rank].send(what)
-
-    def hear(self, rank: int, timeout: float = PATIENCE) -> Any:
-        """What a rank says next."""
-        talk = self._talks[rank]
-        assert talk.poll(scaled(timeout)), f"rank {rank} said nothing within {scaled(timeout):g} s"
-        return talk.recv()
+        super().__init__(context, size, _rank_main, lambda rank, talk: (rank, talk, body, args))
 
     def outcome(self, rank: int) -> Any:
         """What a rank's body returned; fails with what it raised."""
@@ -93,19 +66,6 @@ class Ranks:
         assert isinstance(ended, Outcome), f"rank {rank} said {ended!r} before its end"
         assert ended.error is None, f"rank {rank} of {self.size} failed:\n{ended.trace}"
         return ended.value
-
-    def signal(self, rank: int, number: signal.Signals) -> float:
-        """Send a signal; the time just before."""
-        when = monotonic()
-        pid = self.processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
-        return when
-
-    def exit_code(self, rank: int) -> int | None:
-        """Wait for a rank's process to end."""
-        self.processes[rank].join(scaled(PATIENCE))
-        return self.processes[rank].exitcode
 
 
 def _rank_main(rank: int, talk: Connection, body: Body, args: Sequence[Any]) -> None:
