@@ -21,10 +21,11 @@ else:
     Buffer: TypeAlias = Any
 
 EMPTY = memoryview(b"")
+PAGE = 4096
 #: Where in a page bytes begin that are shared and copied from. The C library copies 2 KiB to 512 KiB by `rep movsb`,
 #: which on AMD's Zen 3 is 4 times slower where the destination lies 1 to 31 bytes behind the source, modulo a page; and
 #: large arrays of numpy begin 16 bytes behind the start of one (bench/README.md).
-MID_PAGE = 2048
+MID_PAGE = PAGE // 2
 #: Up to this size a bytearray is made faster than an array; beyond it, clearing would cost more.
 _SMALL = 4096
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rankmesh import CancelledError, Config, DeadlineError, Group, Mesh, PeerLost, RankmeshError
+from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.collectives.founding import State
 from rankmesh.testing import run_world
 from ranks import run_ranks
@@ -30,6 +31,18 @@ def _state(mesh: Mesh) -> tuple[State, str]:
 def test_ranks_of_one_host_have_one() -> None:
     states = run_ranks(3, _state, CONFIG)
     assert states == [(State.STAGE, "")] * 3
+
+
+def _offsets(mesh: Mesh) -> set[int]:
+    mesh.barrier()
+    stage = mesh._context.founding.stage
+    assert stage is not None
+    return {slot.ctypes.data % PAGE for slots in stage.slots(np.dtype(np.float64)) for slot in slots}
+
+
+def test_slots_begin_in_mid_page() -> None:
+    """Of this rank and of the others: see MID_PAGE."""
+    assert run_ranks(2, _offsets, CONFIG) == [{MID_PAGE}] * 2
 
 
 def _state_with_one_against(mesh: Mesh) -> tuple[State, str, float]:

@@ -13,6 +13,7 @@ import pytest
 from forked import Child
 from peers import BRIEFLY, SOON, Call, Medium, blank, pattern, router_of
 from rankmesh import AccessDenied, ClosedError, DeadlineError, OutOfBounds, StaleRegion, UsageError
+from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.memory.mapping import PIECE_BYTES, Mapping, SharedMemory
 from rankmesh.memory.operations import Query
 from regions import Sides, Uses, open_sides
@@ -29,6 +30,15 @@ def near(same_host: Medium) -> Iterator[Sides]:
 
 def frames(sides: Sides) -> int:
     return sides.peer.stats()["frames_sent"]  # type: ignore[no-any-return]  # stats are Any
+
+
+def test_bytes_begin_in_mid_page(near: Sides) -> None:
+    """See MID_PAGE."""
+    region = near.owner.memory.allocate("kv", 5000, np.uint8)
+    mapping = near.peer.open("kv")._mapping
+    assert mapping is not None
+    for array in (region.array, np.frombuffer(mapping.view(0, 5000), np.uint8)):
+        assert array.ctypes.data % PAGE == MID_PAGE
 
 
 def test_reads_and_writes_are_copies(near: Sides) -> None:

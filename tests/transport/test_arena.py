@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from forked import shm_names
 from peers import Call
-from rankmesh.buffers import MID_PAGE, readable
+from rankmesh.buffers import MID_PAGE, PAGE, readable
 from rankmesh.config import KIB, MIB
-from rankmesh.transport.arena import PAGE, SEGMENT_BYTES, Arena, Spot
+from rankmesh.transport.arena import SEGMENT_BYTES, Arena, Spot
 
 Array = np.ndarray[Any, Any]
 

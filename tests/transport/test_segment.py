@@ -8,10 +8,13 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forked import Child, shm_names
+from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.transport import segment
+from rankmesh.transport.ring import RingReader, RingWriter
 from rankmesh.transport.segment import CELLS, MAGIC, PROOF_BYTES, SEGMENT_BYTES, Segment, attach, create, take_back
 
 
@@ -47,6 +50,15 @@ def test_what_one_side_writes_the_other_reads(both: tuple[Segment, Segment]) -> 
         here.cells[CELLS - 1] = 7
         assert there.their_cells[CELLS - 1] == 7
         assert len(here.cells) == len(there.their_cells) == CELLS
+
+
+def test_slots_begin_in_mid_page(both: tuple[Segment, Segment]) -> None:
+    """Into arrays of numpy's, which begin 16 bytes into a page, they are copied four times faster from there."""
+    for side in both:
+        writer, reader = RingWriter(side.outgoing), RingReader(side.incoming)
+        for ring in (writer, reader):
+            assert np.frombuffer(ring.slots, np.uint8).ctypes.data % PAGE == MID_PAGE
+            ring.release()
 
 
 def test_every_proof_is_another(both: tuple[Segment, Segment]) -> None:

@@ -26,7 +26,7 @@ class _Slices(NamedTuple):
     word: int
     moves: tuple[_Move, ...]
     fetches: tuple[_Fetch, ...]
-    #: By rank, what is reduced; an empty array stands for what this rank has not staged.
+    #: By rank, what is reduced; in the place of this rank's comes its source, where that is not staged.
     parts: tuple[Array, ...]
 
 

@@ -30,7 +30,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from rankmesh.buffers import MID_PAGE
+from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.config import KIB
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.waiting import Look, Waited
@@ -49,8 +49,7 @@ Array = np.ndarray[Any, Any]
 SLOTS: Final = 4
 #: Measured for 64 KiB to 64 MiB: slots of 128 and 256 KiB, and of 1 MiB, are slower.
 SLOT_BYTES: Final = 512 * KIB
-_PAGE: Final = 4096
-_SLOTS_AT: Final = _PAGE + MID_PAGE
+_SLOTS_AT: Final = PAGE + MID_PAGE
 STAGE_BYTES: Final = _SLOTS_AT + SLOTS * SLOT_BYTES
 #: Elements are not larger, so that a slot holds many.
 MOST_ITEM_BYTES: Final = 4096
@@ -91,7 +90,7 @@ class Stage:
         self.rank = rank
         self._segments = segments
         #: By rank.
-        self.words = [segment[:_PAGE].cast("Q") for segment in segments]
+        self.words = [segment[:PAGE].cast("Q") for segment in segments]
         self._own = self.words[rank]
         self._others: list[tuple[int, memoryview, PeerRouter]] = [
             (q, self.words[q], router) for q, router in enumerate(routers) if isinstance(router, PeerRouter)

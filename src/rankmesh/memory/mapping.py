@@ -34,14 +34,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from rankmesh.buffers import EMPTY, MID_PAGE
+from rankmesh.buffers import EMPTY, MID_PAGE, PAGE
 from rankmesh.errors import AccessDenied, DeadlineError, StaleRegion
 from rankmesh.transport.segment import anonymous
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.router import Router
 
-PAGE: Final = 4096
 _DATA_AT: Final = PAGE + MID_PAGE
 #: The first pair of words is nobody's: a slot is never 0.
 FIRST_SLOT: Final = 2

@@ -22,11 +22,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from rankmesh.buffers import MID_PAGE
+from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.config import MIB
 from rankmesh.transport.segment import anonymous
 
-PAGE: Final = 4096
 SEGMENT_BYTES: Final = 64 * MIB + PAGE
 
 

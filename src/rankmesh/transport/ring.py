@@ -32,7 +32,7 @@ import errno
 from collections.abc import Sequence
 from typing import Final
 
-from rankmesh.buffers import MID_PAGE
+from rankmesh.buffers import MID_PAGE, PAGE
 
 LINE: Final = 64
 WORD: Final = 8
@@ -40,9 +40,9 @@ RING_BYTES: Final = 256 * 1024
 #: Measured for 64 MiB: 0.25 to 0.75 MiB are slower, and so are 2.
 SLOT_BYTES: Final = 1024 * 1024
 SLOTS: Final = 4
-CONTROL_BYTES: Final = 4096
+CONTROL_BYTES: Final = PAGE
 _SLOTS_AT: Final = CONTROL_BYTES + RING_BYTES + MID_PAGE
-DIRECTION_BYTES: Final = CONTROL_BYTES + RING_BYTES + SLOTS * SLOT_BYTES + 2 * MID_PAGE
+DIRECTION_BYTES: Final = CONTROL_BYTES + RING_BYTES + SLOTS * SLOT_BYTES + PAGE
 
 #: Indices of the control words.
 TAIL: Final = 0 * LINE // WORD

@@ -17,18 +17,18 @@ import mmap
 import os
 from typing import Final
 
+from rankmesh.buffers import PAGE
 from rankmesh.transport.ring import DIRECTION_BYTES
 
 #: Names the layout, ring.py's included: both sides must mean the same.
 MAGIC: Final = b"rmshm\x00\x00\x02"
 PROOF_BYTES: Final = 16
-_PAGE: Final = 4096
 _PROOFS: Final = (64, 128)
 #: Words by which a side takes back what it offered.
 CELLS: Final = 64
 _CELLS: Final = (1024, 2048)
 _WORD_MOST: Final = (1 << 64) - 1
-SEGMENT_BYTES: Final = _PAGE + 2 * DIRECTION_BYTES
+SEGMENT_BYTES: Final = PAGE + 2 * DIRECTION_BYTES
 #: linux/fcntl.h; Python names it from 3.14 on.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -41,8 +41,8 @@ class Segment:
         self._side = side
         self._map = memory
         self._view = memoryview(self._map)
-        first = self._view[_PAGE : _PAGE + DIRECTION_BYTES]
-        second = self._view[_PAGE + DIRECTION_BYTES :]
+        first = self._view[PAGE : PAGE + DIRECTION_BYTES]
+        second = self._view[PAGE + DIRECTION_BYTES :]
         self.outgoing, self.incoming = (first, second) if side == 0 else (second, first)
         self.cells, self.their_cells = (
             self._view[at : at + 8 * CELLS].cast("Q") for at in (_CELLS[side], _CELLS[1 - side])
