@@ -197,6 +197,21 @@ def test_small_calls_go_by_express(name: str) -> None:
     assert go(0, 2) == len(small[0]), "somebody may still read what the slot holds"
 
 
+def test_what_was_read_by_express_may_be_overwritten() -> None:
+    stages: list[Any] = [MemoryStage(rank, 2, shared) for shared in [shared_by(2)] for rank in range(2)]
+    order = [steps("all_reduce whole", Case(rank, 2, 0, 4, ROOM)) for rank in range(2)]
+    recipes = [Recipe(Signature("all_reduce"), 1, order[rank], np.add) for rank in range(2)]
+    for sequence in range(3 * SLOTS):
+        first, second = (
+            begun(stages[rank], recipes[rank], sequence, array, array, by_express=True)
+            for rank, array in enumerate((np.ones(4, np.int64), np.ones(4, np.int64)))
+        )
+        assert second.ended
+        assert first.may_step()
+        first.step()
+        assert first.ended
+
+
 def test_calls_that_differ_never_match() -> None:
     shared, ones = shared_by(2), np.ones(4, np.int64)
     order = [steps("all_reduce whole", Case(rank, 2, 0, 4, ROOM)) for rank in range(2)]
