@@ -17,7 +17,7 @@ import pytest
 from peers import SOON, Call, Medium, Pair, blank, open_pair, pattern, router_of
 from rankmesh import Config, Endpoint, Mesh, PeerLost, TruncationError
 from rankmesh.config import KIB, MIB
-from rankmesh.endpoint.direct import RingPath, SocketPath
+from rankmesh.endpoint.direct import STREAK, RingPath, SocketPath
 from rankmesh.transport import shm
 from rankmesh.transport.ring import FREED, HEAD, RING_BYTES, TAIL
 from rankmesh.wire.messages import Lost
@@ -90,6 +90,29 @@ def test_every_offset_of_the_ring(either: Pair) -> None:
             sent += 1
         assert either.back.recv(out, tag=1, timeout=LATE).nbytes == nbytes
         assert zlib.crc32(out[:nbytes].data) == zlib.crc32(pattern(nbytes, at).data), f"message {at}"
+
+
+def test_a_timer_that_is_due_interrupts_who_reads_on_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever receives for long shows life meanwhile."""
+    reads: list[bool] = []
+
+    def read_nothing(_: RingPath) -> bool:
+        reads.append(True)
+        return True
+
+    with open_pair(SHM, **PATIENT) as pair:
+        engine, path = pair.right.hub.engine, router_of(pair.back).inbound.direct
+        assert isinstance(path, RingPath)
+        receive = pair.back.irecv(bytearray(8), tag=1)
+        with engine, monkeypatch.context() as patch:
+            pair.there.send(b"12345678", tag=1)  # it stays where it is: there is always more to read
+            patch.setattr(RingPath, "read_one", read_nothing)
+            path.attend(receive)
+            assert len(reads) == STREAK
+            engine.timers.add(0.0, lambda: None)
+            path.attend(receive)
+            assert len(reads) == STREAK + 1
+        receive.wait(LATE)
 
 
 def test_what_does_not_fit_takes_the_general_way(either: Pair) -> None:

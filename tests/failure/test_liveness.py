@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from signal import SIGCONT, SIGKILL, SIGSTOP
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -220,6 +220,32 @@ def be_stopped(mesh: Mesh, talk: Talk) -> None:
     talk.send("ready")
     talk.send(attempt(lambda: mesh.recv(bytearray(8), source=1 - mesh.rank, tag=4)))
     talk.recv()
+
+
+def receive_slowly(mesh: Mesh, talk: Talk) -> None:
+    """Rank 1 takes 20 ms for each piece, which is two seconds for all of them, and lets nothing be heard meanwhile."""
+    array = bytearray(100 * MIB)
+    mesh.barrier()
+    router: Any = mesh.peers[1 - mesh.rank].router
+    if mesh.rank == 1:
+        incoming = router.inbound.incoming
+        landed = incoming._piece_landed
+
+        def landed_slowly(*args: Any) -> None:
+            landed(*args)
+            sleep(0.02)  # the subject here
+
+        incoming._piece_landed = landed_slowly
+        router.outbound.ping = lambda: None
+        talk.send(attempt(lambda: mesh.recv(array, source=0, tag=1)))
+    else:
+        talk.send(attempt(lambda: mesh.send(array, to=1, tag=1)))
+    talk.recv()
+
+
+def test_a_rank_that_takes_pieces_out_of_a_ring_is_alive() -> None:
+    with Ranks(2, receive_slowly, QUICK) as ranks:
+        assert [outcome.error for outcome in ranks.hear_all()] == [None, None]
 
 
 def test_a_rank_that_was_stopped_for_too_long_learns_what_happened_to_it() -> None:

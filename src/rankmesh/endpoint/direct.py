@@ -56,7 +56,7 @@ YIELDS: Final = (None,) * 8
 ROUNDS: Final = 8
 #: Seconds that letting others run takes if there are others.
 CROWDED: Final = 1.2e-6
-#: What may come over one connection before the others are looked at.
+#: What may come over one connection before the others are looked at; less if a timer is due.
 STREAK: Final = 32
 #: A waiter that lets others run may go on for so many times Config.spin.
 PATIENCE: Final = 10
@@ -231,7 +231,7 @@ class SocketPath(Direct):
                 left -= 1
                 if not left:
                     break
-            elif work.finished or not (streak := streak - 1):
+            elif work.finished or not (streak := streak - 1) or perf_counter() >= engine.timers.next:
                 break
             else:
                 left = MOST_SOCKET_LOOKS
@@ -339,7 +339,7 @@ class RingPath(Direct):
                 return self._vain
             self.read_one()
             streak -= 1
-            if not streak:
+            if not streak or perf_counter() >= engine.timers.next:
                 break
         return False
 

@@ -45,6 +45,8 @@ class FrameSender:
         self.paused = False
         #: Set by traffic, cleared by the heartbeat.
         self.spoke = False
+        #: How much of what was written the reader of the ring had taken when it was last asked.
+        self._taken = 0
 
     @property
     def _held_back(self) -> bool:
@@ -58,6 +60,7 @@ class FrameSender:
         self._set_blocked(False)
         self.paused = False
         self.spoke = True
+        self._taken = 0
 
     def _close(self) -> None:
         self._link = None
@@ -100,6 +103,14 @@ class FrameSender:
         """Show life, unless something is about to go out anyway."""
         if not self._queue:
             self.control(Kind.PING, 0)
+
+    def is_read(self) -> bool:
+        """Whether the other side has taken something out of the ring since this was asked last: it lives, though it may
+        have found no time to say so between two pieces."""
+        before = self._taken
+        if self._ring is not None:
+            self._taken = self._ring.taken()
+        return self._taken != before
 
     # ------------------------------------------------------------------ the link
 

@@ -164,7 +164,7 @@ class PeerRouter(Conversation):
         """Called a few times per interval: show life, look for it, and let quiet connections go."""
         config = self.hub.config
         self.inbound.settle()
-        if self.inbound.heard:
+        if self.outbound.is_read() or self.inbound.heard:
             self.inbound.heard = False
             self.last_heard = now
         elif now - self.last_heard > config.heartbeat_timeout - 2 * config.heartbeat_interval / LOOKS:

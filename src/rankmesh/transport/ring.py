@@ -162,6 +162,10 @@ class RingWriter(_End):
         """Whether more of what did not fit would be taken now."""
         return self._refresh() and not (self._lacks_slot and self._slots_used - self._freed() >= SLOTS)
 
+    def taken(self) -> int:
+        """Grows whenever the reader tells that it has taken something."""
+        return self.control[HEAD] + self.control[FREED]
+
     def _refresh(self) -> bool:
         head = self.control[HEAD]
         if head > self.tail or head + RING_BYTES < self.limit:
