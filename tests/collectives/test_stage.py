@@ -4,6 +4,7 @@ does not get on."""
 from __future__ import annotations
 
 import os
+import random
 import time
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from rankmesh import CancelledError, Config, DeadlineError, Group, Mesh, PeerLost, RankmeshError
 from rankmesh.buffers import MID_PAGE, PAGE
+from rankmesh.collectives import agent
 from rankmesh.collectives.founding import State
 from rankmesh.testing import run_world
+from rankmesh.transport.shm import ShmLink
 from ranks import run_ranks
 from timing import scaled, wait_until
 
@@ -21,6 +24,8 @@ pytestmark = pytest.mark.usefixtures("nursery")
 
 CONFIG = Config(timeout=scaled(20))
 LIMIT = scaled(40)
+#: No heartbeat wakes anybody.
+PATIENT = CONFIG.override(heartbeat_interval=scaled(100), heartbeat_timeout=scaled(300))
 
 
 def _state(mesh: Mesh) -> tuple[State, str]:
@@ -145,6 +150,56 @@ def _raises(mesh: Mesh) -> None:
     with np.errstate(over="raise"), pytest.raises((FloatingPointError, RankmeshError)):
         mesh.all_reduce(np.full(4, 3e38, np.float32))
     assert np.all(mesh.all_reduce(np.ones(4)) == 2)
+
+
+def _without_timers(mesh: Mesh) -> None:
+    """From now on nobody asks what a call is waiting for."""
+    agent.LOOK = scaled(100)  # type: ignore[misc]
+    mesh._context.agent.closing()  # which cancels the one that is set
+    mesh._context.agent._timer = None
+
+
+def _begun_and_left(mesh: Mesh) -> None:
+    """All_reduces that nobody waits for, begun at any moment of the background thread's."""
+    _without_timers(mesh)
+    moments = random.Random(mesh.rank)
+    for _ in range(60):
+        mesh.barrier()
+        time.sleep(moments.choice([0.0, 0.001, 0.004, 0.01]))  # the moment is the subject
+        work = mesh.all_reduce(np.ones(1_000_000, np.float32), async_op=True)
+        wait_until(work.done, 10, "an all_reduce that all ranks have begun")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_nobody_waits_for_gets_on(size: int) -> None:
+    """It took until the next heartbeat if the background thread slept, or was thought to be awake."""
+    run_ranks(size, _begun_and_left, PATIENT)
+
+
+def _enter_one_by_one(mesh: Mesh) -> tuple[float, list[float]]:
+    """When this rank entered, and when it rang for others meanwhile."""
+    _without_timers(mesh)
+    mesh.barrier()
+    bells: list[float] = []
+    ring = ShmLink.ring
+
+    def note(link: ShmLink) -> None:
+        bells.append(time.monotonic())
+        ring(link)
+
+    time.sleep(0.05 * mesh.rank)  # long enough for the others to sleep, on a machine that is not too slow
+    ShmLink.ring = note  # type: ignore[method-assign, assignment]
+    entered = time.monotonic()
+    mesh.barrier()
+    ShmLink.ring = ring  # type: ignore[method-assign]
+    return entered, bells
+
+
+def test_only_who_completes_what_a_sleeper_waits_for_rings() -> None:
+    entered, bells = zip(*run_ranks(4, _enter_one_by_one, PATIENT), strict=True)
+    rung = sorted(bell for one in bells for bell in one)
+    assert rung
+    assert rung[0] > max(entered), "somebody was woken in vain"
 
 
 def test_an_error_of_a_reduction_is_the_callers() -> None:

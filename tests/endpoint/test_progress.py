@@ -118,6 +118,22 @@ def test_background_thread_takes_over_after_waiters(engine: Engine, source: Sour
         wait_until(alone.done, 5)
 
 
+def test_nobody_else_takes_what_is_to_wake_the_background_thread() -> None:
+    """It sleeps in epoll, no longer leads, and shall wake. Who led next saw the waker first, and cleared it: it slept
+    on until the next timer, and nobody served what came meanwhile."""
+    engine = Engine("test", 100e-6)
+    try:
+        engine.background.sleeping = True  # as far as others know: it never ran
+        engine.waker.release()
+        engine.dispatch(engine.poll(0, 8))
+        assert engine.poll(0, 8), "it will not wake"
+        engine.background.sleeping = False
+        engine.dispatch(engine.poll(0, 8))
+        assert not engine.poll(0, 8)
+    finally:
+        engine.stop()
+
+
 def test_followers_are_woken_and_led_on(engine: Engine, source: Source) -> None:
     """Many wait; each event serves one of them, whoever drives; the lead is handed on until all are served."""
     works = [new_work(engine, str(number)) for number in range(8)]

@@ -4,12 +4,13 @@ what that waits for is there, and knows nothing of who drives it: the caller its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.kinds import Array, Operation
-from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, SLOTS, STAGED, Stage
+from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED, Stage
 from rankmesh.collectives.staging import Case, Chunk, chunks
 
 if TYPE_CHECKING:
@@ -154,6 +155,16 @@ class Passage:
         if into >= 0:
             self._target[into : into + length] = result
         return True
+
+    def wanted(self) -> tuple[int, int, Sequence[int]]:
+        """What the next step waits for: a word, up to which serial, of these ranks (none: of nobody)."""
+        if self._at == len(self._steps):
+            return DONE, 0, ()
+        what, number, _, ranks, words = self._steps[self._at]
+        slot = (self._sequence + number) % SLOTS
+        if what == STAGE:
+            return DONE, self._stage.held(slot), self._stage.behind(slot)
+        return words[slot], self._serial + number, ranks
 
     def awaited(self) -> list[int]:
         """Ranks whose word the next step waits for."""

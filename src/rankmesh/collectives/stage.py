@@ -2,7 +2,7 @@
 
 Each rank has a segment that it writes and the others only read (it is sealed against their writing):
 
-    page 0    words, each kind on a cache line of its own: SLEEP; DONE; and for each slot STAGED and COMBINED
+    page 0    words, each kind on a cache line of its own: SLEEP and WANT; DONE; and for each slot STAGED and COMBINED
     page 1 …  SLOTS slots of SLOT_BYTES, from the middle of the page on
 
 Rules:
@@ -13,8 +13,9 @@ Rules:
    not match; agent.py finds out why.
 3. DONE says up to which serial a rank no longer reads anybody's slots. A slot is written again when all are done with
    what it held. A rank that gives a call up is done with all of it.
-4. Who is about to sleep makes SLEEP odd, then looks again; who has written a word looks at SLEEP, with a full barrier
-   between the two on both sides, and rings the sleeper once.
+4. Who is about to sleep writes into WANT which word it waits for, up to which serial and of whom, makes SLEEP odd, and
+   looks again. Who has written a word looks at SLEEP, with a full barrier between the two on both sides, and rings the
+   sleeper once, if all that it waits for is there: of several who could, the last one does.
 5. Calls use the stage in the order of their sequence numbers: the others wait in `queue`.
 """
 
@@ -24,6 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from os import sched_yield
+from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakSet
@@ -53,13 +55,17 @@ _SLOTS_AT: Final = PAGE + MID_PAGE
 STAGE_BYTES: Final = _SLOTS_AT + SLOTS * SLOT_BYTES
 #: Elements are not larger, so that a slot holds many.
 MOST_ITEM_BYTES: Final = 4096
-#: Words: where each kind is. The second word of STAGED and COMBINED is the digest.
+#: Words: where each kind is. The second word of STAGED and COMBINED is the digest. WANT is three: the index of a word,
+#: a serial, and ranks, a bit for each (none: whatever comes).
 SLEEP: Final = 0
+WANT: Final = 1
 DONE: Final = 8
 STAGED: Final = tuple(16 + 16 * slot for slot in range(SLOTS))
 COMBINED: Final = tuple(24 + 16 * slot for slot in range(SLOTS))
 #: A serial number has so many bits for the chunk.
 CHUNK_BITS: Final = 20
+_MOST_RANKS_WANTED: Final = 64
+_WORDS: Final = PAGE // 8
 #: Looks without a pause, by how well that lately went; then others run in between, for so many times Config.spin.
 _LOOKS: Final = tuple(range(count) for count in (1, 20, 100, 400))
 _YIELDS: Final = range(16)
@@ -137,6 +143,10 @@ class Stage:
             self._all_done = min(words[DONE] for _, words, _ in self._others)
         return held <= self._all_done
 
+    def held(self, slot: int) -> int:
+        """The serial of what this rank's slot holds."""
+        return self._held[slot]
+
     def behind(self, slot: int) -> list[int]:
         """Who may still read what this rank's slot holds."""
         return [rank for rank, words, _ in self._others if words[DONE] < self._held[slot]]
@@ -167,9 +177,15 @@ class Stage:
         fence.release()
         for rank, words, router in self._others:
             epoch = words[SLEEP]
-            if epoch & 1 and self._rung[rank] != epoch and router.polled is not None:
+            if epoch & 1 and self._rung[rank] != epoch and router.polled is not None and self._can_go_on(rank):
                 self._rung[rank] = epoch
                 router.polled.ring()
+
+    def _can_go_on(self, sleeper: int) -> bool:
+        """What it waits for is there."""
+        word, serial, ranks = self.words[sleeper][WANT : WANT + 3]
+        word %= _WORDS  # it is another's to write, and never to be trusted
+        return all(its[word] >= serial for rank, its in enumerate(self.words) if ranks >> rank & 1)
 
     # ------------------------------------------------------------------ calls, in their order
 
@@ -198,9 +214,12 @@ class Stage:
             self.queue[0].forsaken()
 
     def _go_on(self) -> None:
-        first = self.queue[0]
-        if not first.step() and not first.forsaken():
-            self._engine.looks.setdefault(self._key, Look(self.ready, self.arm, self.serve))
+        first, engine = self.queue[0], self._engine
+        while not (first.step() or first.forsaken()):
+            engine.looks.setdefault(self._key, Look(self.ready, self.arm, self.serve))
+            asleep = engine.leader is not None and engine.leading_thread != get_ident()
+            if not (asleep and self.arm()):  # whoever leads sleeps, and knows nothing of this yet
+                return
 
     def may_run(self) -> bool:
         """Whether a caller that waits may take its call's steps itself."""
@@ -238,7 +257,11 @@ class Stage:
     def arm(self) -> bool:
         """Have the others ring from now on. True: something can be done already."""
         own = self._own
-        own[SLEEP] |= 1
+        if self.queue:
+            word, serial, ranks = self.queue[0].wanted()
+            wanted = sum(1 << rank for rank in ranks) if len(self.words) <= _MOST_RANKS_WANTED else 0
+            own[WANT], own[WANT + 1], own[WANT + 2] = word, serial, wanted
+        own[SLEEP] += 2 if own[SLEEP] & 1 else 1  # whoever has rung may have to ring again
         with self._fence:
             pass
         return self.ready()

@@ -78,6 +78,10 @@ class StagedCollective(Collective):
         assert self._passage is not None, "it has begun on a stage"
         return self._passage.may_step()
 
+    def wanted(self) -> tuple[int, int, Sequence[int]]:
+        assert self._passage is not None, "it has begun on a stage"
+        return self._passage.wanted()
+
     def step(self) -> bool:
         """Go on as far as it goes. False: it waits for others."""
         passage = self._passage

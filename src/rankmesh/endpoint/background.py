@@ -59,6 +59,12 @@ class Background:
         if self._nap_lock.locked():
             self._nap_lock.release()
 
+    def woken(self, _mask: int) -> None:
+        """Somebody has seen the engine's waker. If this thread still sleeps in epoll, it may be meant, and has yet to
+        see it: then it stays."""
+        if not self.sleeping:
+            self._engine.waker.clear()
+
     def _run(self) -> None:
         engine = self._engine
         seen_drives, seen_leader = -1, None
@@ -147,8 +153,8 @@ class Background:
                 try:
                     events = engine.poll(poll_timeout(engine.timers.next - now), EVENTS)
                 finally:
-                    self._take_lock_again()
                     self.sleeping = False
+                    self._take_lock_again()
                 if engine.leader is self:
                     engine.dispatch(events)
         finally:

@@ -91,13 +91,13 @@ class Engine:
         self.deferred: deque[Callable[[], None]] = deque()
         self._followers: dict[threading.Lock, Waited] = {}
         self.spin = Spin(spin)
-        self._waker = Waker()
+        self.waker = Waker()
         self.drives = 0
         #: Requests and replies that came alone, and were dealt with by who read them; where the last one came from.
         self.lone = 0
         self.last_lone: Hint | None = None
         self.background = Background(self, spin)
-        self.watch(self._waker.fd, select.EPOLLIN, self._waker.clear)
+        self.watch(self.waker.fd, select.EPOLLIN, self.background.woken)
         forking.engines.add(self)
 
     def start(self) -> None:
@@ -156,7 +156,7 @@ class Engine:
         sooner = when < self.timers.next
         timer = self.timers.add(when, callback)
         if sooner:
-            self._waker.release()  # whoever sleeps does so for too long now
+            self.waker.release()  # whoever sleeps does so for too long now
         return timer
 
     def defer(self, callback: Callable[[], None]) -> None:
@@ -294,7 +294,7 @@ class Engine:
         """The lead is free: a follower takes it, or the background thread looks for it again. If that still sleeps in
         epoll, the bells that were to wake it have been answered by the leader: it must arm them anew."""
         if self.looks and self.background.sleeping:
-            self._waker.release()
+            self.waker.release()
         if not self._followers:
             self.background.wake(urgent=False)
             return
@@ -327,7 +327,7 @@ class Engine:
             if self.looks and self.arm():  # something came just now: more of it may be polled for
                 self._spin_of(work).skip = 0
                 return
-            work.parker, lone = self._waker, self.lone
+            work.parker, lone = self.waker, self.lone
             self.lock.release()
             try:
                 events = self.poll(poll_timeout(min(deadline, self.timers.next) - now), EVENTS)
@@ -398,7 +398,7 @@ class Engine:
                 return False
             self.leader = None
             if self.background.sleeping and self.looks:  # the bells that were to wake it may be answered by others now
-                self._waker.release()
+                self.waker.release()
         spin = self.spin
         if spin.skip or self.backlog or self.writers or not spin.seconds:
             return False
@@ -470,14 +470,14 @@ class Engine:
             self.closed = True
             self.looks.clear()
             self._handlers.clear()  # the waker's too: it stays ready, and wakes all who sleep in epoll, leader or not
-            self._waker.release()
+            self.waker.release()
             self.background.wake()
         self.background.join()
         while self._occupied():  # waiters whose operation has failed are on their way out, and need the lock for it
             sleep(STEP_ASIDE)
         with self:
             self._epoll.close()
-            os.close(self._waker.fd)
+            os.close(self.waker.fd)
             forking.engines.discard(self)
 
     def _occupied(self) -> bool:

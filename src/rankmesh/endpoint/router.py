@@ -123,8 +123,8 @@ class PeerRouter(Conversation):
 
     def _rung(self, mask: int) -> None:
         """The other side of a polled link rang, or is gone."""
-        self._answer_bell()
-        self.ready(_ANY)
+        if self._answer_bell():  # else it rang for the stage of a group
+            self.ready(_ANY)
 
     def _serve(self) -> None:
         """A polled link can do something."""

@@ -133,7 +133,7 @@ class Waker:
     def locked(self) -> bool:
         return True
 
-    def clear(self, _mask: int) -> None:
+    def clear(self) -> None:
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:  # another leader cleared it first

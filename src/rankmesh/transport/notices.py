@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 from rankmesh.transport.ring import corrupt
@@ -55,7 +56,7 @@ class Notices:
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
             pass  # the other side keeps its mapping until the connection ends: memory, but nothing wrong
 
-    def take(self, text: bytes, descriptors: list[int], cut: bool) -> None:
+    def take(self, text: bytes, descriptors: Iterable[int], cut: bool) -> None:
         """What came, bells and all; `cut`: one descriptor or more was lost, because this process could open no more.
         Raises OSError for what is wrong."""
         self._descriptors += descriptors

@@ -19,6 +19,7 @@ x86 only: elsewhere (ORDERED is False) every write rings and nothing is polled, 
 
 from __future__ import annotations
 
+import array
 import errno
 import os
 import platform
@@ -47,6 +48,9 @@ _OPENING = struct.Struct(f"<8s{PROOF_BYTES}s")
 _ANSWER = struct.Struct(f"<{PROOF_BYTES}s{PROOF_BYTES}s")
 _CREDENTIALS = struct.Struct("3i")
 _BELLS: Final = 4096
+_DESCRIPTORS: Final = socket.CMSG_SPACE(MAX_SHARED * array.array("i").itemsize)
+#: As a plain number: an operation on an enum takes as long as the system call.
+_CUT: Final = int(socket.MSG_CTRUNC)
 
 
 class ShmLink:
@@ -217,11 +221,17 @@ class ShmLink:
             reader.control[ROOM] = 0
             self.ring()
 
-    def answer_bell(self) -> None:
+    def answer_bell(self) -> bool:
         """Take the bells that were rung, and what came between them. That the other side's process is gone shows here
-        too. What is wrong is raised by the next read or write."""
+        too. What is wrong is raised by the next read or write. False: there is nothing to read, and nothing wrong."""
+        self._take_bells()
+        reader = self.reader
+        ended = reader is None or reader.control[STATE] != OPEN or self._hung_up or self._fault is not None
+        return ended or self.ready()
+
+    def _take_bells(self) -> None:
         try:
-            rung, fds, flags, _ = socket.recv_fds(self._sock, _BELLS, MAX_SHARED)
+            rung, ancillary, flags, _ = self._sock.recvmsg(_BELLS, _DESCRIPTORS)
         except BlockingIOError:
             return
         except ConnectionResetError:
@@ -229,8 +239,12 @@ class ShmLink:
             return
         if not rung:
             self._hung_up = True
+        fds = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         try:
-            self._notices.take(rung, fds, bool(flags & socket.MSG_CTRUNC))
+            self._notices.take(rung, fds, bool(flags & _CUT))
         except OSError as error:
             self._fault = error
 
