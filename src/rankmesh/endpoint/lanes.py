@@ -204,34 +204,38 @@ class OutQueue:
 class Cursor:
     """Walks over a run of buffers as if they were one, handing out pieces without copying."""
 
-    __slots__ = ("_ahead", "_parts", "offset")
+    __slots__ = ("_ahead", "_nbytes", "_parts", "offset")
 
     def __init__(self, parts: Iterable[memoryview]) -> None:
         self._parts = iter(parts)
         #: Parts that were taken from `_parts` and not handed out, the first of them perhaps cut.
         self._ahead: deque[memoryview] = deque()
+        self._nbytes = 0
         self.offset = 0
 
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
         began, ahead = self.offset, self._ahead
-        while True:
-            ahead.extend(itertools.islice(self._parts, max(COMMIT_BUFFERS - 1 - len(ahead), 0)))
-            nbytes = sum(map(len, ahead))
-            if nbytes or not ahead:
+        while self._nbytes < limit and (room := COMMIT_BUFFERS - 1 - len(ahead)) > 0:
+            more = list(itertools.islice(self._parts, room))
+            if not more:
                 break
-            ahead.clear()  # nothing but empty ones
-        if nbytes <= limit:  # all of them: many small ones pass here
+            ahead.extend(more)
+            self._nbytes += sum(map(len, more))
+            if not self._nbytes:
+                ahead.clear()  # nothing but empty ones
+        nbytes = min(self._nbytes, limit)
+        if nbytes == self._nbytes:  # all of them: many small ones pass here
             pieces = list(ahead)
             ahead.clear()
         else:
-            pieces = []
-            nbytes = limit
-            while limit:
+            pieces, left = [], nbytes
+            while left:
                 part = ahead.popleft()
-                if len(part) > limit:
-                    ahead.appendleft(part[limit:])
-                    part = part[:limit]
+                if len(part) > left:
+                    ahead.appendleft(part[left:])
+                    part = part[:left]
                 pieces.append(part)
-                limit -= len(part)
+                left -= len(part)
+        self._nbytes -= nbytes
         self.offset = began + nbytes
         return began, pieces

@@ -23,6 +23,8 @@ from rankmesh.memory.protocol import Bit
 Block = tuple[int, int, int, int]
 
 _nbytes = operator.attrgetter("nbytes")
+_format = operator.attrgetter("format")
+_is_readonly = operator.attrgetter("readonly")
 
 
 class Stretches(NamedTuple):
@@ -246,17 +248,14 @@ class Later:
 
     def _plain(self) -> list[memoryview] | None:
         """Where all are contiguous buffers, in few steps."""
-        views: list[memoryview] = []
-        kinds: set[tuple[bool, str]] = set()
         try:
-            for each in self._data:  # once through: to fetch thousands of objects costs more than the steps do
-                view = memoryview(each)
-                kinds.add((view.readonly, view.format))
-                views.append(view.cast("B"))
+            views = [memoryview(each) for each in self._data]
+            if sum(map(len, views)) != self._nbytes and "O" in {*map(_format, views)}:  # a byte is no object
+                return None
+            views = [view.cast("B") for view in views]
         except (TypeError, ValueError):  # strided, empty, foreign, or of a dtype without a format
             return None
-        usable = not any("O" in kind or (self._writes and readonly) for readonly, kind in kinds)
-        return views if usable else None
+        return None if self._writes and any(map(_is_readonly, views)) else views
 
     def __iter__(self) -> Iterator[memoryview]:
         yield from self.make()
