@@ -153,10 +153,12 @@ def _raises(mesh: Mesh) -> None:
 
 
 def _without_timers(mesh: Mesh) -> None:
-    """From now on nobody asks what a call is waiting for."""
+    """Have a stage; from now on nobody asks what a call is waiting for."""
+    assert _state(mesh) == (State.STAGE, "")
     agent.LOOK = scaled(100)  # type: ignore[misc]
-    mesh._context.agent.closing()  # which cancels the one that is set
-    mesh._context.agent._timer = None
+    timer, mesh._context.agent._timer = mesh._context.agent._timer, None
+    if timer is not None:
+        timer.cancel()
 
 
 def _begun_and_left(mesh: Mesh) -> None:

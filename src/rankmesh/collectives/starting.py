@@ -161,13 +161,22 @@ class Running:
         fallback: Fallback | None = None,
         key: tuple[Any, ...] | None = None,
     ) -> Any:
-        """`key`: under which the next call that is alike finds the recipe."""
-        recipe = self._recipe(job, what, reduction, root)
+        """`key`: under which the next call that is alike finds the recipe sooner."""
+        op = "" if reduction is None else reduction.name
+        alike = (job.collective, job.source.dtype, job.part, what, op, root)
+        recipe = self._recipes.get(alike)
+        if recipe is None:
+            recipe = self._recipe(job, what, reduction, root)
+            if self._founding.stage is not None:
+                self._remember(alike, recipe)
         if key is not None and options.algorithm is None:
-            if len(self._recipes) >= _MOST_RECIPES:
-                self._recipes.clear()
-            self._recipes[key] = recipe
+            self._remember(key, recipe)
         return self._pass(recipe, job.source, job.target, conclude, options.timeout, options.async_op, fallback)
+
+    def _remember(self, key: tuple[Any, ...], recipe: Recipe) -> None:
+        if len(self._recipes) >= _MOST_RECIPES:
+            self._recipes.clear()
+        self._recipes[key] = recipe
 
     def _recipe(self, job: Job, what: str, reduction: Reducer | None, root: int | None) -> Recipe:
         plan = job.collective
