@@ -44,6 +44,24 @@ def test_read_and_write_of_every_size(sides: Sides, nbytes: int) -> None:
     assert sides.owner.memory.stats()["transfers"] == 0
 
 
+def test_a_batch_with_objects_is_refused_as_a_whole(sides: Sides) -> None:
+    """Also where the others are large enough to be streamed. An object's memory is a pointer."""
+    memory = pattern(1 << 20)
+    sides.register(memory)
+    remote = sides.peer.open("kv")
+    objects: np.ndarray[Any, Any] = np.array([None, "text"], object)
+    pieces = [(blank(100_000), 0), (objects, 200_000), (blank(100_000), 300_000)]
+    with pytest.raises(UsageError):
+        remote.write_batch(pieces)
+    with pytest.raises(UsageError):
+        remote.read_batch(pieces)
+    assert objects.tolist() == [None, "text"]
+    assert is_blank(pieces[0][0])
+    assert (memory == pattern(1 << 20)).all()
+    remote.write(b"it goes on", 0)
+    assert memory[:10].tobytes() == b"it goes on"
+
+
 def test_many_at_once_and_out_of_order(sides: Sides) -> None:
     memory = pattern(8 << 20)
     sides.register(memory)
