@@ -40,6 +40,9 @@ class MemoryStage:
     def free(self, slot: int) -> bool:
         return not self.behind(slot)
 
+    def held(self, slot: int) -> int:
+        return self._held[slot]
+
     def behind(self, slot: int) -> list[int]:
         return [q for q in self._others if self.words[q][DONE] < self._held[slot]]
 

@@ -168,13 +168,8 @@ class Passage:
 
     def awaited(self) -> list[int]:
         """Ranks whose word the next step waits for."""
-        if self.ended:
-            return []
-        what, number, _, ranks, words = self._steps[self._at]
-        slot = (self._sequence + number) % SLOTS
-        if what == STAGE:
-            return self._stage.behind(slot)
-        return [rank for rank in ranks if self._stage.words[rank][words[slot]] != self._serial + number]
+        word, serial, ranks = self.wanted()
+        return [rank for rank in ranks if self._stage.words[rank][word] != serial]
 
     def give_up(self) -> None:
         self._stage.give_up(self._sequence)

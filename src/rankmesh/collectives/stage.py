@@ -64,6 +64,7 @@ STAGED: Final = tuple(16 + 16 * slot for slot in range(SLOTS))
 COMBINED: Final = tuple(24 + 16 * slot for slot in range(SLOTS))
 #: A serial number has so many bits for the chunk.
 CHUNK_BITS: Final = 20
+#: A word has a bit for each; of more, whatever comes wakes.
 _MOST_RANKS_WANTED: Final = 64
 _WORDS: Final = PAGE // 8
 #: Looks without a pause, by how well that lately went; then others run in between, for so many times Config.spin.
