@@ -16,13 +16,12 @@ A case draws everything from Random(f"{seed}/{number}").
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
-from random import Random, SystemRandom
+from dataclasses import replace
+from random import Random
 from typing import Any, Final
 
 import corpus
@@ -32,12 +31,12 @@ from rankmesh.rpc import protocol
 from rankmesh.rpc.protocol import Bit, Kind, Why
 from rankmesh.wire.header import DATA_LIMIT, Flag, pack
 from rankmesh.wire.header import Kind as FrameKind
-from sockets import CONFIG, Case, Finding, Genuine, Target, hunt
+from sockets import CONFIG, Case, Finding, Genuine, Plan, Target, hunt, read_plan
 
 NAMES: Final = ("echo", "pooled", "count", "chat", "aecho", "acount", "rankmesh.ref.call", "rankmesh.ref.fetch", "none")
 WHYS: Final = tuple(text for name, text in vars(Why).items() if not name.startswith("_"))
 #: Seconds a call answered with rubbish may take: what it says may be that it shall wait.
-PATIENCE: Final = 0.2
+PATIENCE: Final = 0.1
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -213,51 +212,36 @@ def _use(verb: str, peer: Peer) -> None:
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def fuzz_requests(seed: int, seconds: float, only: int | None) -> Counter[str]:
+def fuzz_requests(plan: Plan) -> Counter[str]:
     target = Target(__file__)
-    return hunt(target, Caller(target), Requests, seed, seconds, only)
+    return hunt(target, Caller(target), Requests, plan)
 
 
-def fuzz_replies(seed: int, seconds: float, only: int | None) -> Counter[str]:
+def fuzz_replies(plan: Plan) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     hostile = Hostile()
-    number = 0
-    deadline = time.monotonic() + seconds
     try:
         with Endpoint(None, name="client", config=CONFIG) as client:
             peer = client.connect(hostile.endpoint.address)
-            while time.monotonic() < deadline and (only is None or number < 1):
-                random = Random(f"{seed}/{number if only is None else only}")
+            for random in plan.randoms(repetitions=1):
                 outcomes[answer_case(random, hostile, client, peer)] += 1
-                number += 1
     except Finding as finding:
-        raise Finding(f"{finding}\n--seed {seed} --case {number}") from finding.__cause__
+        raise Finding(f"{finding}\n--seed {plan.seed} --case {outcomes.total()}") from finding.__cause__
     finally:
         hostile.endpoint.abort()
     return outcomes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description="Fuzz RPC over sockets.")
-    options.add_argument("--seconds", type=float, default=60.0)
-    options.add_argument("--seed", type=int, default=None, help="default: a new one, printed")
-    options.add_argument("--case", type=int, default=None, help="only this case")
-    options.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    given: Any = options.parse_args(arguments)
-    if given.serve:
+    plan = read_plan("Fuzz RPC over sockets.", arguments)
+    if plan is None:
         serve()
         return 0
-    seed = SystemRandom().randrange(2**32) if given.seed is None else given.seed
-    print(f"seed {seed}", flush=True)
-    return _fuzz_both(seed, given.seconds, given.case)
-
-
-def _fuzz_both(seed: int, seconds: float, case: int | None) -> int:
     for name, fuzz in (("requests", fuzz_requests), ("replies", fuzz_replies)):
         try:
-            outcomes = fuzz(seed, seconds / 2, case)
+            outcomes = fuzz(replace(plan, seconds=plan.seconds / 2))
         except Finding as finding:
-            print(f"FINDING in {name} with seed {seed}\n{finding}", flush=True)
+            print(f"FINDING in {name} with seed {plan.seed}\n{finding}", flush=True)
             return 1
         told = ", ".join(f"{n:,} {how}" for how, n in outcomes.most_common())
         print(f"{name}: {outcomes.total():,} cases, no finding: {told}", flush=True)

@@ -27,8 +27,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random, SystemRandom
 from tempfile import TemporaryFile
@@ -293,17 +295,32 @@ class Genuine:
         self._endpoint.abort()
 
 
-def hunt(
-    target: Target, genuine: Genuine, case: type[Case], seed: int, seconds: float, only: int | None
-) -> Counter[str]:
-    """Run cases for that long; `only`: that one, PERIOD times. How they went; raises Finding."""
+@dataclass(frozen=True)
+class Plan:
+    """Which cases are run: `only` that one, or the first `cases`, or as many as `seconds` allow."""
+
+    seed: int
+    seconds: float
+    cases: int | None
+    only: int | None
+
+    def randoms(self, repetitions: int) -> Iterator[Random]:
+        """What each case draws from; `only` is run that many times."""
+        deadline = time.monotonic() + self.seconds
+        limit = self.cases if self.only is None else repetitions
+        for number in count():
+            if time.monotonic() >= deadline if limit is None else number >= limit:
+                return
+            yield Random(f"{self.seed}/{number if self.only is None else self.only}")
+
+
+def hunt(target: Target, genuine: Genuine, case: type[Case], plan: Plan) -> Counter[str]:
+    """Run the plan's cases, a single one PERIOD times. How they went; raises Finding."""
     outcomes: Counter[str] = Counter()
     warm = descriptors = number = 0
-    deadline = time.monotonic() + seconds
     try:
-        while time.monotonic() < deadline and (only is None or number < PERIOD):
-            outcomes[case(Random(f"{seed}/{number if only is None else only}"), target).run()] += 1
-            number += 1
+        for number, random in enumerate(plan.randoms(PERIOD), start=1):
+            outcomes[case(random, target).run()] += 1
             if number % PERIOD == 0:
                 genuine.check()
                 target.check()
@@ -315,7 +332,7 @@ def hunt(
         target.close()
     except Finding as finding:
         raise Finding(
-            f"{finding}\nafter case {number}: --seed {seed} --case {number - 1}, or one of those before"
+            f"{finding}\nafter case {number}: --seed {plan.seed} --case {number - 1}, or one of those before"
         ) from None
     finally:
         genuine.close()
@@ -330,23 +347,32 @@ def check_growth(target: Target, warm: int, descriptors: int) -> None:
         raise Finding(f"the endpoint's descriptors grew from {descriptors} to {target.descriptors}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description="Fuzz a live endpoint over sockets.")
+def read_plan(description: str, arguments: list[str] | None) -> Plan | None:
+    """What the command line asks for, its seed printed; None: to be the target of another process' cases."""
+    options = argparse.ArgumentParser(description=description)
     options.add_argument("--seconds", type=float, default=60.0)
+    options.add_argument("--cases", type=int, default=None, help="so many cases, however long they take")
     options.add_argument("--seed", type=int, default=None, help="default: a new one, printed")
-    options.add_argument("--case", type=int, default=None, help=f"only this case, {PERIOD} times")
+    options.add_argument("--case", type=int, default=None, help="only this case")
     options.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given: Any = options.parse_args(arguments)
     if given.serve:
-        serve()
-        return 0
+        return None
     seed = SystemRandom().randrange(2**32) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
+    return Plan(seed, given.seconds, given.cases, given.case)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    plan = read_plan("Fuzz a live endpoint over sockets.", arguments)
+    if plan is None:
+        serve()
+        return 0
     try:
         target = Target()
-        outcomes = hunt(target, Genuine(target), Case, seed, given.seconds, given.case)
+        outcomes = hunt(target, Genuine(target), Case, plan)
     except Finding as finding:
-        print(f"FINDING with seed {seed}\n{finding}", flush=True)
+        print(f"FINDING with seed {plan.seed}\n{finding}", flush=True)
         return 1
     print(f"{outcomes.total():,} cases, no finding: " + ", ".join(f"{n:,} {how}" for how, n in outcomes.most_common()))
     return 0

@@ -1,34 +1,26 @@
-"""A second of fuzz/rpc.py in every run of the tests, and the proof that it can find something.
+"""Some cases of fuzz/rpc.py in every run of the tests, and the proof that it can find something.
 
 Longer: `python fuzz/rpc.py --seconds 600`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from random import Random
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-FUZZ = Path(__file__).parents[2] / "fuzz"
+from fuzzers import load
 
 
 @pytest.fixture
-def fuzzer() -> ModuleType:
-    """fuzz/rpc.py as a module."""
-    spec = importlib.util.spec_from_file_location("fuzz_rpc", FUZZ / "rpc.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def fuzzer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("rpc", monkeypatch)
 
 
 def test_nothing_is_found(fuzzer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    status = fuzzer.main(["--seconds", "1"])
+    status = fuzzer.main(["--cases", "40"])
     report = capsys.readouterr().out
     print(report)  # with the seed, and the case if there is a finding: pytest shows it when this test fails
     assert status == 0

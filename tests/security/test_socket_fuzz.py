@@ -1,37 +1,25 @@
-"""A second of fuzz/sockets.py in every run of the tests, and the proof that it can find something.
+"""Some cases of fuzz/sockets.py in every run of the tests, and the proof that it can find something.
 
 Longer: `python fuzz/sockets.py --seconds 600`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from types import ModuleType
 
 import pytest
 
-FUZZ = Path(__file__).parents[2] / "fuzz"
+from fuzzers import load
 
 
 @pytest.fixture
-def fuzzer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """fuzz/sockets.py as a module."""
-    monkeypatch.syspath_prepend(str(FUZZ))
-    spec = importlib.util.spec_from_file_location("fuzz_sockets", FUZZ / "sockets.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.modules.pop("corpus", None)
+def fuzzer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("sockets", monkeypatch)
 
 
 def test_nothing_is_found(fuzzer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    status = fuzzer.main(["--seconds", "1"])
+    status = fuzzer.main(["--cases", "80"])
     report = capsys.readouterr().out
     print(report)  # with the seed, and the case if there is a finding: pytest shows it when this test fails
     assert status == 0

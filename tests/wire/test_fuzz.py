@@ -5,30 +5,19 @@ Longer: `python fuzz/wire.py --seconds 600`.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from random import Random
 from types import ModuleType
 
 import pytest
 
+from fuzzers import load
 from rankmesh.errors import ProtocolError
 from timing import scaled
-
-FUZZ = Path(__file__).parents[2] / "fuzz"
 
 
 @pytest.fixture
 def fuzzer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """fuzz/wire.py as a module of its own, with nothing learnt yet."""
-    spec = importlib.util.spec_from_file_location("fuzz_wire", FUZZ / "wire.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "fuzz_wire", module)  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
+    return load("wire", monkeypatch)
 
 
 def test_nothing_is_found(fuzzer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
