@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from rankmesh.membership.ports import free_port
+
 from subjects import ENTRIES
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -40,12 +42,6 @@ Reply = dict[str, Any]
 
 class SubjectFailed(Exception):
     """A subject cannot be measured; the message is the reason."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Control:

@@ -27,8 +27,8 @@ from nursery import nursery
 from processes import Processes
 from rankmesh.config import Config
 from rankmesh.errors import RankmeshError
+from rankmesh.membership.ports import free_port
 from rankmesh.mesh import Mesh, join
-from rankmesh.testing.world import free_port
 from timing import scaled
 
 #: Seconds (scaled) a rank may take to say what it is about to say anyway.

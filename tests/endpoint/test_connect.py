@@ -11,8 +11,8 @@ import pytest
 
 from peers import BRIEFLY, FAULTY, SOON, Call, Medium, Pair, blank, faulty, open_pair, pattern, router_of
 from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, PeerLost
+from rankmesh.membership.ports import free_port
 from rankmesh.testing.faults import FaultLink
-from rankmesh.testing.world import free_port
 from rankmesh.wire.messages import IdleAsk
 from timing import scaled, wait_until
 

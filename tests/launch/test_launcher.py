@@ -7,7 +7,6 @@ import os
 import pty
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,6 +22,7 @@ from rankmesh.launch import shim, supervisor
 from rankmesh.launch.output import Multiplexer, Stream
 from rankmesh.launch.plan import RankPlan
 from rankmesh.launch.supervisor import Supervisor
+from rankmesh.membership.ports import free_port
 from timing import scaled, wait_until
 
 #: A rank that says so and then waits to be ended.
@@ -479,12 +479,6 @@ def test_a_killed_guard_does_not_end_a_healthy_run(launch: Launch, script: Scrip
 
 
 # Several nodes
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_two_nodes_number_their_ranks_and_make_one_world(launch: Launch, script: Script) -> None:

@@ -16,9 +16,10 @@ import pytest
 
 from peers import BRIEFLY, SOON, Call
 from rankmesh import Config, ConfigError, JoinError, Mesh, RankmeshError, join
+from rankmesh.membership.ports import free_port
 from rankmesh.membership.rendezvous import rendezvous_file
 from rankmesh.membership.store import StoreServer
-from rankmesh.testing.world import free_port, run_world
+from rankmesh.testing.world import run_world
 from timing import scaled
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from peers import SOON, Medium
 from rankmesh import Endpoint, Peer, PeerLost
-from rankmesh.testing.world import free_port
+from rankmesh.membership.ports import free_port
 from timing import wait_until
 
 

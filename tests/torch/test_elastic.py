@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from rankmesh.testing.world import free_port
+from rankmesh.membership.ports import free_port
 from rankmesh.torch.elastic import BACKEND, Handler, handler, open_rendezvous
 from timing import scaled, wait_until
 

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankmesh import Mesh, PeerLost, RankmeshError, UsageError
 from rankmesh.collectives.compression import TopK
+from rankmesh.membership.ports import free_port
 from rankmesh.testing import run_world
-from rankmesh.testing.world import free_port
 from rankmesh.torch.hooks import KINDS, Compression, compress, compressed
 from timing import scaled
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rankmesh.errors import ClosedError, JoinError, PeerLost
-from rankmesh.testing.world import free_port
+from rankmesh.membership.ports import free_port
 from timing import scaled
 from torch_world import Nursery, Ranks, attempt, init, nursery
 

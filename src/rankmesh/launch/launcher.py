@@ -6,7 +6,6 @@ import os
 import secrets
 import selectors
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from rankmesh.launch.output import Multiplexer, Stream
 from rankmesh.launch.plan import Meeting, Program, World, plan_ranks
 from rankmesh.launch.supervisor import FORWARDED, Supervisor
 from rankmesh.membership.interfaces import route_to
+from rankmesh.membership.ports import free_port
 from rankmesh.membership.store import StoreServer
 
 #: Colours of the ranks' prefixes, by rank: ANSI codes that can be read on light and dark terminals.
@@ -123,9 +123,7 @@ def _torch_master(world: World) -> tuple[str, int]:
     """A place for the store that torch.distributed makes in rank 0. All nodes must agree on it without asking."""
     if world.rendezvous is not None:
         return world.rendezvous.host, world.rendezvous.port + 1
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
+    return "127.0.0.1", free_port()
 
 
 def _make_directory(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from uuid import uuid4
 
 from rankmesh.config import Config
 from rankmesh.errors import DeadlineError, RankmeshError
+from rankmesh.membership.ports import free_port
 from rankmesh.mesh import join
 
 T = TypeVar("T")
@@ -56,13 +56,6 @@ def run_world(
             first
         ][2][0]
     return [outcomes[rank][1] for rank in range(size)]
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _one_rank(
