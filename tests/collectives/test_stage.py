@@ -13,7 +13,7 @@ import pytest
 
 from rankmesh import CancelledError, Config, DeadlineError, Group, Mesh, PeerLost, RankmeshError
 from rankmesh.buffers import MID_PAGE, PAGE
-from rankmesh.collectives import agent
+from rankmesh.collectives import agent, stage
 from rankmesh.collectives.founding import State
 from rankmesh.testing import run_world
 from rankmesh.transport.shm import ShmLink
@@ -176,6 +176,52 @@ def _begun_and_left(mesh: Mesh) -> None:
 def test_what_nobody_waits_for_gets_on(size: int) -> None:
     """It took until the next heartbeat if the background thread slept, or was thought to be awake."""
     run_ranks(size, _begun_and_left, PATIENT)
+
+
+def _postponed(mesh: Mesh, seconds: float, cores: int) -> Any:
+    """An all_reduce that has begun everywhere, on a host of so many cores, and whose callers have said that they
+    compute first."""
+    _without_timers(mesh)
+    assert mesh._context.founding.stage is not None
+    stage._POSTPONED = seconds  # type: ignore[misc]
+    mesh._context.founding.stage.crowded = cores <= mesh.size
+    mesh.barrier()
+    go = np.zeros(1)
+    if mesh.rank != 0:  # without rank 0, who is the first, nobody comes to an end
+        mesh.recv(go, source=0)
+    work = mesh.all_reduce(np.ones(1_000_000, np.float32), async_op=True)
+    work.postpone()
+    for rank in range(1, mesh.size if mesh.rank == 0 else 0):
+        mesh.send(go, rank)
+    return work
+
+
+def _compute_and_wait(mesh: Mesh) -> list[bool]:
+    """Twice, then with another call behind it: what was done before somebody waited, and whether all is well."""
+    found = []
+    for is_waited_for in (True, True, False):
+        work = _postponed(mesh, scaled(100), cores=2)
+        time.sleep(0.05)  # what is not to happen would take some milliseconds
+        found.append(work.done())
+        if not is_waited_for:
+            mesh.barrier()
+            assert work.done()
+        found.append(bool(np.all(work.result() == mesh.size)))
+    return found
+
+
+def test_what_is_postponed_is_left_to_who_waits() -> None:
+    assert run_ranks(3, _compute_and_wait, PATIENT) == [[False, True] * 3] * 3
+
+
+def _postpone_and_leave(mesh: Mesh, seconds: float, cores: int) -> None:
+    work = _postponed(mesh, seconds, cores)
+    wait_until(work.done, 10, "an all_reduce that all ranks have begun")
+
+
+@pytest.mark.parametrize("seconds, cores", [(0.05, 2), (scaled(100), 4)], ids=["not for ever", "not with many cores"])
+def test_what_is_postponed_gets_on(seconds: float, cores: int) -> None:
+    run_ranks(3, _postpone_and_leave, PATIENT, (seconds, cores))
 
 
 def _enter_one_by_one(mesh: Mesh) -> tuple[float, list[float]]:

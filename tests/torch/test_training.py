@@ -91,6 +91,31 @@ def test_ddp_trains_as_one_process_does(nursery: Nursery) -> None:
     nursery.run(2, _ddp)
 
 
+def _postponing(rank: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from rankmesh.collectives.staged import StagedCollective
+
+    postponed = []
+    postpone = StagedCollective.postpone
+
+    def note(call: StagedCollective) -> None:
+        postponed.append(call)
+        postpone(call)
+
+    StagedCollective.postpone = note  # type: ignore[method-assign, assignment]
+    dist.all_reduce(torch.ones(1000), async_op=True).get_future().wait()
+    assert not postponed, "its caller may do anything but wait"
+    net = DistributedDataParallel(model())
+    net(batches()[rank]).mean().backward()
+    assert len(postponed) == 1
+    assert postponed[0].done()
+
+
+def test_while_a_backward_pass_computes_nobody_hurries_with_its_gradients(nursery: Nursery) -> None:
+    nursery.run(2, _postponing)
+
+
 def _fsdp(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -24,9 +24,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from os import sched_yield
+from os import sched_getaffinity, sched_yield
 from threading import get_ident
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakSet
 
@@ -35,6 +35,7 @@ import numpy as np
 from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.config import KIB
 from rankmesh.endpoint.router import PeerRouter
+from rankmesh.endpoint.timers import Timer
 from rankmesh.endpoint.waiting import Look, Waited
 from rankmesh.transport.segment import anonymous
 
@@ -71,6 +72,8 @@ _WORDS: Final = PAGE // 8
 _LOOKS: Final = tuple(range(count) for count in (1, 20, 100, 400))
 _YIELDS: Final = range(16)
 _PATIENCE: Final = 10
+#: Seconds for which calls may be postponed.
+_POSTPONED: Final = 1.0
 #: Seconds in sched_yield that say that others wanted the core.
 _CROWDED: Final = 5e-6
 
@@ -110,12 +113,17 @@ class Stage:
         self._held = [0] * SLOTS
         self._all_done = 0
         self.queue: deque[StagedCollective] = deque()
+        #: Background threads would take the cores from those who compute.
+        self.crowded = len(segments) >= len(sched_getaffinity(0))
+        self._postponed: Timer | None = None
         #: What holds slices of the memory.
         self.express: WeakSet[Express] = WeakSet()
 
     def close(self) -> None:
         """Let go of the memory. Nothing is under way."""
         self._engine.looks.pop(self._key, None)
+        if self._postponed is not None:
+            self._postponed.cancel()
         for express in self.express:
             express.close()
         self._arrays.clear()
@@ -222,6 +230,33 @@ class Stage:
             if not (asleep and self.arm()):  # whoever leads sleeps, and knows nothing of this yet
                 return
 
+    def postpone(self, call: StagedCollective) -> None:
+        """Its caller computes, and will wait for it then: until that, or for some time, nobody takes its steps."""
+        if self.crowded:
+            call.postponed = True
+            self._awake()
+            if self._postponed is None:
+                self._postponed = self._engine.call_at(monotonic() + _POSTPONED, self._hurry)
+
+    def expect(self, call: StagedCollective) -> None:
+        """Its caller waits for it now, and so for those before it."""
+        if self._postponed is None:
+            return
+        for earlier in self.queue:
+            earlier.postponed = False
+            if earlier is call:
+                break
+        if not any(later.postponed for later in self.queue):
+            self._postponed.cancel()
+            self._postponed = None
+
+    def _hurry(self) -> None:
+        """They were postponed for long enough."""
+        self._postponed = None
+        for call in self.queue:
+            call.postponed = False
+        self.serve()
+
     def may_run(self) -> bool:
         """Whether a caller that waits may take its call's steps itself."""
         if self.queue or not self._engine.may_look():
@@ -253,11 +288,13 @@ class Stage:
     # ------------------------------------------------------------------ waiting
 
     def ready(self) -> bool:
-        return bool(self.queue) and self.queue[0].may_step()
+        return bool(self.queue) and not self.queue[0].postponed and self.queue[0].may_step()
 
     def arm(self) -> bool:
         """Have the others ring from now on. True: something can be done already."""
         own = self._own
+        if self.queue and self.queue[0].postponed:
+            return False
         if self.queue:
             word, serial, ranks = self.queue[0].wanted()
             wanted = sum(1 << rank for rank in ranks) if len(self.words) <= _MOST_RANKS_WANTED else 0

@@ -31,6 +31,8 @@ class StagedCollective(Collective):
     context: GroupContext
     _stage: Stage | None = None
     _fell_back = False
+    #: Nobody takes its steps: see Stage.postpone.
+    postponed = False
 
     def __init__(
         self,
@@ -106,6 +108,11 @@ class StagedCollective(Collective):
             self.stop(gone.lost_error(self.op, None))
         return gone is not None
 
+    def postpone(self) -> None:
+        with self._engine:
+            if self._stage is not None and not self.finished:
+                self._stage.postpone(self)
+
     # ------------------------------------------------------------------ what others see, and the end
 
     def awaited(self) -> dict[int, Router]:
@@ -144,6 +151,8 @@ class StagedCollective(Collective):
             self.stop(self.context.hub.closed_error(self.op, None))
 
     def _drive(self, deadline: float) -> None:
+        if self._stage is not None:
+            self._stage.expect(self)
         if not self._fell_back:
             self._engine.drive(self, deadline)
         if self._fell_back and not self.finished:

@@ -77,6 +77,10 @@ class Work(Generic[T]):
             self._give_up(CancelledError(f"{self._describe()} was cancelled by this side."))
             return True
 
+    def postpone(self) -> None:
+        """Tell that the caller computes now, and waits for this soon: what would only keep it from computing may be
+        left for then. Most operations know of no such thing."""
+
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
         """Call `callback(work)` when the operation has ended: from the thread that ends it, or at once. It must not
         block."""

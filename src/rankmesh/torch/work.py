@@ -7,6 +7,7 @@
 - A future that is asked for during a backward pass is DDP's. Its operation is waited for when the pass has come to its
   end, before the reducer does so: in the thread that called `backward`, which drives, and to which rankmesh's error
   then comes as it is. The reducer itself could only wait for the background thread, and raise a RuntimeError.
+  Until then the operation may be left alone (`postpone`): where ranks are as many as cores, all of it is computing.
   For the same reason an operation that cannot be begun there is one that fails (`Failed`).
 - Callbacks of a future run on the thread that completes it. They may start operations and wait for them: such waits
   drive.
@@ -44,6 +45,9 @@ class Failed:
 
     def result(self, timeout: float | None = None) -> Any:
         raise self._error
+
+    def postpone(self) -> None:
+        """It has ended."""
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         callback(self)
@@ -113,6 +117,8 @@ class Work(c10d.Work):
         if self._future is None:
             self._future = Future(self)
             if in_backward():
+                for part in self.parts:
+                    part.postpone()
                 torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)
         return self._future
 
