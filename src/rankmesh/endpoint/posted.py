@@ -18,7 +18,7 @@ the engine's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 from rankmesh.endpoint.lanes import Cursor
 from rankmesh.errors import ProtocolError
@@ -38,24 +38,25 @@ class Joining(Protocol):
     def joining(self) -> memoryview: ...
 
 
-@runtime_checkable
-class Run(Protocol):
-    """Many small views of one size which know a faster way to be filled and copied than one by one."""
+class Run:
+    """Many small views of one size which know a faster way to be filled and copied than one by one. To be derived from:
+    every transfer asks whether it has one, and a Protocol answers that in ten microseconds."""
 
-    @property
-    def each(self) -> int:
-        """Bytes of a view."""
-        ...
+    __slots__ = ()
+    #: Bytes of a view.
+    each: int
 
-    def __iter__(self) -> Iterator[memoryview]: ...
+    def __iter__(self) -> Iterator[memoryview]:
+        raise NotImplementedError
+
     def put(self, at: int, data: memoryview) -> None:
         """Put `data` at byte `at` of them all."""
-        ...
+        raise NotImplementedError
 
     def take(self, at: int, into: memoryview) -> int:
         """Copy from byte `at` of them all on, at most as much as `into` holds. How many bytes that were; 0 if there is
         no faster way, or nothing left."""
-        ...
+        raise NotImplementedError
 
 
 class Scatter:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 
 from rankmesh.buffers import EMPTY, readable, writable
+from rankmesh.endpoint.posted import Run
 from rankmesh.errors import OutOfBounds, UsageError
 from rankmesh.memory.protocol import Bit
 
@@ -79,7 +80,7 @@ class Rows:
         return (flat[start : start + nbytes] for start in self._starts)
 
 
-class Pages:
+class Pages(Run):
     """Pieces of one size in a region, filled and copied without a step in Python for each: pages of a cache."""
 
     #: It pays from so many on, and for pieces up to this size.

@@ -21,7 +21,7 @@ Everything here comes from another process: sizes are checked before anything is
 from __future__ import annotations
 
 import struct
-from enum import IntEnum, IntFlag, StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -65,7 +65,9 @@ class Op(IntEnum):
     RAIL = 13
 
 
-class Bit(IntFlag):
+class Bit(IntEnum):
+    """Like wire.header.Flag."""
+
     BATCH = 1
     STRIDED = 2
     STREAMED = 4

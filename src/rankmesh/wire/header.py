@@ -29,7 +29,7 @@ before anything is allocated. Rules of the conversation:
 from __future__ import annotations
 
 import struct
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 from rankmesh.errors import ProtocolError
@@ -56,7 +56,9 @@ class Kind(IntEnum):
     REPLY = 17
 
 
-class Flag(IntFlag):
+class Flag(IntEnum):
+    """To be tested with &, which for an IntFlag takes a microsecond, as it makes a Flag of the result."""
+
     OBJECT = 1  # a message is an encoded object
     REQUEST = 2  # an announced transfer is a request
     REPLY = 4  # an announced transfer is a reply
