@@ -65,9 +65,9 @@ def key_of(collective: str, array: Array, out: Array, op: Op = "") -> tuple[Any,
 
 
 _MOST_RECIPES: Final = 1024
-#: Up to so many bytes every rank of an all_reduce on the stage reduces everything itself: one wait instead of two.
-_WHOLE: Final = {2: 256 * KIB}
-_WHOLE_OF_MORE: Final = 16 * KIB
+#: Up to so many bytes every rank of an all_reduce on the stage reduces everything itself: one wait instead of two. Of
+#: two ranks each always does, which moves no more bytes than if they shared the work.
+_WHOLE: Final = 16 * KIB
 
 
 class Running:
@@ -181,7 +181,7 @@ class Running:
     def _recipe(self, job: Job, what: str, reduction: Reducer | None, root: int | None) -> Recipe:
         plan = job.collective
         if plan == "all_reduce":
-            whole = job.source.nbytes <= _WHOLE.get(self.size, _WHOLE_OF_MORE)
+            whole = self.size == 2 or job.source.nbytes <= _WHOLE
             plan = "all_reduce whole" if whole else "all_reduce slices"
         case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // job.source.itemsize)
         op, apply = ("", None) if reduction is None else (reduction.name, reduction.apply)
