@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from rankmesh import CancelledError, Config, DeadlineError, Group, Mesh, PeerLos
 from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.collectives import agent, stage
 from rankmesh.collectives.founding import State
+from rankmesh.endpoint.timers import Timers
 from rankmesh.testing import run_world
 from rankmesh.transport.shm import ShmLink
 from ranks import run_ranks
@@ -222,6 +224,24 @@ def _postpone_and_leave(mesh: Mesh, seconds: float, cores: int) -> None:
 @pytest.mark.parametrize("seconds, cores", [(0.05, 2), (scaled(100), 4)], ids=["not for ever", "not with many cores"])
 def test_what_is_postponed_gets_on(seconds: float, cores: int) -> None:
     run_ranks(3, _postpone_and_leave, PATIENT, (seconds, cores))
+
+
+def _wait_beside_another(mesh: Mesh) -> None:
+    """One thread leads, and sleeps for something else, when another waits for what was postponed."""
+    with ThreadPoolExecutor(1) as thread:
+        work = _postponed(mesh, scaled(100), cores=2)
+        other, engine = 1 - mesh.rank, mesh._hub.engine
+        with engine:
+            engine.timers = Timers()
+        waiting = thread.submit(mesh.recv, np.zeros(1), other, 7)
+        wait_until(lambda: getattr(engine.leader, "parker", None) is engine.waker, 10, "the thread leads, asleep")
+        assert np.all(work.result() == mesh.size)
+        mesh.send(np.zeros(1), other, 7)
+        waiting.result()
+
+
+def test_what_is_postponed_gets_on_when_somebody_waits_beside_a_leader() -> None:
+    run_ranks(2, _wait_beside_another, PATIENT)
 
 
 def _enter_one_by_one(mesh: Mesh) -> tuple[float, list[float]]:

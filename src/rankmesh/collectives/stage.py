@@ -234,7 +234,6 @@ class Stage:
         """Its caller computes, and will wait for it then: until that, or for some time, nobody takes its steps."""
         if self.crowded:
             call.postponed = True
-            self._awake()
             if self._postponed is None:
                 self._postponed = self._engine.call_at(monotonic() + _POSTPONED, self._hurry)
 
@@ -242,6 +241,7 @@ class Stage:
         """Its caller waits for it now, and so for those before it."""
         if self._postponed is None:
             return
+        idle = self.queue[0].postponed
         for earlier in self.queue:
             earlier.postponed = False
             if earlier is call:
@@ -249,6 +249,8 @@ class Stage:
         if not any(later.postponed for later in self.queue):
             self._postponed.cancel()
             self._postponed = None
+        if idle:
+            self._go_on()
 
     def _hurry(self) -> None:
         """They were postponed for long enough."""

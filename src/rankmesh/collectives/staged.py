@@ -151,7 +151,7 @@ class StagedCollective(Collective):
             self.stop(self.context.hub.closed_error(self.op, None))
 
     def _drive(self, deadline: float) -> None:
-        if self._stage is not None:
+        if self._stage is not None and not self.finished:
             self._stage.expect(self)
         if not self._fell_back:
             self._engine.drive(self, deadline)
