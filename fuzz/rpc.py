@@ -226,7 +226,7 @@ def fuzz_replies(plan: Plan) -> Counter[str]:
             for random in plan.randoms(repetitions=1):
                 outcomes[answer_case(random, hostile, client, peer)] += 1
     except Finding as finding:
-        raise Finding(f"{finding}\n--seed {plan.seed} --case {outcomes.total()}") from finding.__cause__
+        raise Finding(f"{finding}\n--seed {plan.seed} --case {plan.case(outcomes.total())}") from finding.__cause__
     finally:
         hostile.endpoint.abort()
     return outcomes

@@ -311,7 +311,11 @@ class Plan:
         for number in count():
             if time.monotonic() >= deadline if limit is None else number >= limit:
                 return
-            yield Random(f"{self.seed}/{number if self.only is None else self.only}")
+            yield Random(f"{self.seed}/{self.case(number)}")
+
+    def case(self, number: int) -> int:
+        """The number of the case that is run as the `number`-th."""
+        return number if self.only is None else self.only
 
 
 def hunt(target: Target, genuine: Genuine, case: type[Case], plan: Plan) -> Counter[str]:
@@ -331,9 +335,8 @@ def hunt(target: Target, genuine: Genuine, case: type[Case], plan: Plan) -> Coun
         check_growth(target, warm, descriptors)
         target.close()
     except Finding as finding:
-        raise Finding(
-            f"{finding}\nafter case {number}: --seed {plan.seed} --case {number - 1}, or one of those before"
-        ) from None
+        last = f"--seed {plan.seed} --case {plan.case(number - 1)}"
+        raise Finding(f"{finding}\nafter {number} cases: {last}, or one of those before") from None
     finally:
         genuine.close()
         target.kill()

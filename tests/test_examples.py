@@ -121,7 +121,8 @@ def test_torch_ddp_has_the_losses_of_gloo() -> None:
     ours = launch(2, "torch_ddp.py")
     # Gloo's is ended when it has said what it has to say: at its end its thread may wait for the interpreter for ever,
     # or be aborted by it.
-    command = [sys.executable, "-m", "rankmesh", "run", "-n", "2", str(EXAMPLES / "torch_ddp.py"), "--backend", "gloo"]
+    words = ("run", "-n", "2", "--timeout", str(scaled(60)), str(EXAMPLES / "torch_ddp.py"), "--backend", "gloo")
+    command = [sys.executable, "-m", "rankmesh", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         gloo = [process.stdout.readline().strip() for _ in ours]

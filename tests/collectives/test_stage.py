@@ -3,6 +3,7 @@ does not get on."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import time
@@ -199,13 +200,20 @@ def _postponed(mesh: Mesh, seconds: float, cores: int) -> Any:
 
 
 def _compute_and_wait(mesh: Mesh) -> list[bool]:
-    """Twice, then with another call behind it: what was done before somebody waited, and whether all is well."""
+    """In several ways: what was done before somebody waited, and whether all is well."""
     found = []
-    for is_waited_for in (True, True, False):
+
+    async def awaited(work: Any) -> Any:
+        return await work
+
+    for how in ("result", "await", "a call behind it", "result"):
         work = _postponed(mesh, scaled(100), cores=2)
         time.sleep(0.05)  # what is not to happen would take some milliseconds
         found.append(work.done())
-        if not is_waited_for:
+        if how == "await":
+            asyncio.run(awaited(work))
+            assert work.done()
+        elif how == "a call behind it":
             mesh.barrier()
             assert work.done()
         found.append(bool(np.all(work.result() == mesh.size)))
@@ -213,7 +221,7 @@ def _compute_and_wait(mesh: Mesh) -> list[bool]:
 
 
 def test_what_is_postponed_is_left_to_who_waits() -> None:
-    assert run_ranks(3, _compute_and_wait, PATIENT) == [[False, True] * 3] * 3
+    assert run_ranks(3, _compute_and_wait, PATIENT) == [[False, True] * 4] * 3
 
 
 def _postpone_and_leave(mesh: Mesh, seconds: float, cores: int) -> None:

@@ -17,6 +17,9 @@ Rules:
    looks again. Who has written a word looks at SLEEP, with a full barrier between the two on both sides, and rings the
    sleeper once, if all that it waits for is there: of several who could, the last one does.
 5. Calls use the stage in the order of their sequence numbers: the others wait in `queue`.
+6. A call that is postponed is left alone, where background threads would only take the cores from those who compute:
+   nobody takes its steps, nor asks to be rung for it, until somebody waits for it, or for one behind it, or for
+   _POSTPONED seconds.
 """
 
 from __future__ import annotations
@@ -115,15 +118,16 @@ class Stage:
         self.queue: deque[StagedCollective] = deque()
         #: Background threads would take the cores from those who compute.
         self.crowded = len(segments) >= len(sched_getaffinity(0))
-        self._postponed: Timer | None = None
+        #: Ends it, while anything is postponed.
+        self._reminder: Timer | None = None
         #: What holds slices of the memory.
         self.express: WeakSet[Express] = WeakSet()
 
     def close(self) -> None:
         """Let go of the memory. Nothing is under way."""
         self._engine.looks.pop(self._key, None)
-        if self._postponed is not None:
-            self._postponed.cancel()
+        if self._reminder is not None:
+            self._reminder.cancel()
         for express in self.express:
             express.close()
         self._arrays.clear()
@@ -234,12 +238,12 @@ class Stage:
         """Its caller computes, and will wait for it then: until that, or for some time, nobody takes its steps."""
         if self.crowded:
             call.postponed = True
-            if self._postponed is None:
-                self._postponed = self._engine.call_at(monotonic() + _POSTPONED, self._hurry)
+            if self._reminder is None:
+                self._reminder = self._engine.call_at(monotonic() + _POSTPONED, self._hurry)
 
     def expect(self, call: StagedCollective) -> None:
         """Its caller waits for it now, and so for those before it."""
-        if self._postponed is None:
+        if self._reminder is None:
             return
         idle = self.queue[0].postponed
         for earlier in self.queue:
@@ -247,14 +251,14 @@ class Stage:
             if earlier is call:
                 break
         if not any(later.postponed for later in self.queue):
-            self._postponed.cancel()
-            self._postponed = None
+            self._reminder.cancel()
+            self._reminder = None
         if idle:
             self._go_on()
 
     def _hurry(self) -> None:
         """They were postponed for long enough."""
-        self._postponed = None
+        self._reminder = None
         for call in self.queue:
             call.postponed = False
         self.serve()
@@ -295,9 +299,9 @@ class Stage:
     def arm(self) -> bool:
         """Have the others ring from now on. True: something can be done already."""
         own = self._own
-        if self.queue and self.queue[0].postponed:
-            return False
         if self.queue:
+            if self.queue[0].postponed:
+                return False
             word, serial, ranks = self.queue[0].wanted()
             wanted = sum(1 << rank for rank in ranks) if len(self.words) <= _MOST_RANKS_WANTED else 0
             own[WANT], own[WANT + 1], own[WANT + 2] = word, serial, wanted

@@ -15,6 +15,7 @@ from rankmesh.collectives.reducing import Reducer
 from rankmesh.collectives.running import Collective, Partners
 from rankmesh.collectives.space import Space
 from rankmesh.collectives.stage import Stage
+from rankmesh.endpoint.work import Work
 
 if TYPE_CHECKING:
     from rankmesh.collectives.agent import GroupContext
@@ -113,6 +114,17 @@ class StagedCollective(Collective):
             if self._stage is not None and not self.finished:
                 self._stage.postpone(self)
 
+    def add_done_callback(self, callback: Callable[[Work[Any]], object]) -> None:
+        """Who adds one after it was postponed waits for it, too: `await` does so."""
+        super().add_done_callback(callback)
+        if self.postponed:
+            with self._engine:
+                self._expect()
+
+    def _expect(self) -> None:
+        if self._stage is not None and not self.finished:
+            self._stage.expect(self)
+
     # ------------------------------------------------------------------ what others see, and the end
 
     def awaited(self) -> dict[int, Router]:
@@ -151,8 +163,7 @@ class StagedCollective(Collective):
             self.stop(self.context.hub.closed_error(self.op, None))
 
     def _drive(self, deadline: float) -> None:
-        if self._stage is not None and not self.finished:
-            self._stage.expect(self)
+        self._expect()
         if not self._fell_back:
             self._engine.drive(self, deadline)
         if self._fell_back and not self.finished:

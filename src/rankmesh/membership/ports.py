@@ -22,11 +22,14 @@ _RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def free_port() -> int:
     """A port of 127.0.0.1 that was free a moment ago, and is nobody's but of whoever asks for it by number."""
     for _ in range(_ATTEMPTS):
-        with socket.socket() as probe, suppress(OSError):  # it is taken
-            probe.bind(("127.0.0.1", _draw()))
-            return int(probe.getsockname()[1])
+        with suppress(OSError):  # it is taken
+            return _bound(_draw())
+    return _bound(0)
+
+
+def _bound(port: int) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", port))
         return int(probe.getsockname()[1])
 
 
