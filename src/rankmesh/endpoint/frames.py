@@ -116,13 +116,17 @@ class FrameSender:
 
     def flush(self) -> None:
         """Hand to the link what it takes."""
-        budget = TURN_BYTES
         if self._ring is not None:
             try:
-                budget -= self._write_pieces(self._ring)
+                goes_on = self._write_pieces(self._ring)
             except OSError as error:  # the other side spoilt the ring
                 self._router.unwritable(error)
                 return
+            if goes_on:
+                self._clear = False
+                self._watch_writes(True)
+                return
+        budget = TURN_BYTES
         while self._link is not None:
             buffers = self._queue.commit()
             if not buffers:
@@ -145,11 +149,14 @@ class FrameSender:
                 self._watch_writes(True)  # readiness brings us back, after the others
                 return
 
-    def _write_pieces(self, ring: RingWriter) -> int:
-        """Write pieces of a transfer straight into the slots of a ring, if it is all that waits, and while there are
-        slots. How many bytes that were."""
+    def _write_pieces(self, ring: RingWriter) -> bool:
+        """Write pieces of a transfer straight into the slots of a ring, while it is all that waits. True: there is more
+        of it, for which there is no slot, or which comes after the others' turn."""
         queue, written = self._queue, 0
-        while (transfer := queue.lone_transfer) is not None and ring.has_slot() and written < TURN_BYTES:
+        while (transfer := queue.lone_transfer) is not None:
+            if written >= TURN_BYTES or not ring.has_slot():
+                ring.lacks_slot = True
+                return True
             offset, pieces = transfer.next_piece(DATA_LIMIT if transfer.sent else FIRST_PIECE)
             size = len(pieces[0]) if len(pieces) == 1 else 0
             header = pack(Kind.DATA, ident=transfer.ident, nbytes=size, extra=offset)
@@ -161,7 +168,7 @@ class FrameSender:
             self.spoke = True
             written += size
             transfer.frame_sent(size)
-        return written
+        return False
 
     def _watch_writes(self, wanted: bool) -> None:
         if self.blocked != wanted and self._link is not None:

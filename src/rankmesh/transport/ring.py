@@ -95,7 +95,7 @@ class _End:
 
 
 class RingWriter(_End):
-    __slots__ = ("_lacks_slot", "_slots_used", "limit", "tail")
+    __slots__ = ("_slots_used", "lacks_slot", "limit", "tail")
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
@@ -103,8 +103,8 @@ class RingWriter(_End):
         #: As far as the reader is known to have made room.
         self.limit = RING_BYTES
         self._slots_used = 0
-        #: What did not fit needs a slot.
-        self._lacks_slot = False
+        #: What waits for room needs a slot.
+        self.lacks_slot = False
 
     def put(self, prefix: bytes, view: memoryview) -> bool:
         """Write one small message as one record: `prefix`, which `begin()` made, and the bytes of `view`. False: there
@@ -152,7 +152,7 @@ class RingWriter(_End):
             while len(buffer):
                 count = put(buffer)
                 if not count:
-                    self._lacks_slot = buffer.nbytes > INLINE_MOST
+                    self.lacks_slot = buffer.nbytes > INLINE_MOST
                     return taken
                 taken += count
                 buffer = buffer[count:]
@@ -160,7 +160,7 @@ class RingWriter(_End):
 
     def has_room(self) -> bool:
         """Whether more of what did not fit would be taken now."""
-        return self._refresh() and not (self._lacks_slot and self._slots_used - self._freed() >= SLOTS)
+        return self._refresh() and not (self.lacks_slot and self._slots_used - self._freed() >= SLOTS)
 
     def taken(self) -> int:
         """Grows whenever the reader tells that it has taken something."""
