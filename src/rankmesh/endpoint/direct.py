@@ -19,7 +19,7 @@ from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
-from rankmesh.endpoint.frames import TURN_BYTES
+from rankmesh.endpoint.frames import TURN_BYTES, linger, others_wait
 from rankmesh.endpoint.outbound import RPC, RPC_FLAG
 from rankmesh.transport.ring import BELL, LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader, begin
 from rankmesh.wire.credit import OVERHEAD, CreditIn, batch
@@ -403,11 +403,17 @@ class RingPath(Direct):
                 engine.after_release()
 
     def read_bulk(self) -> int:
-        """Receive pieces of a transfer that are here as a whole, right into their place, up to its end. How many bytes
-        that were; 0: the general way deals with what there is."""
-        ring, inbound, taken = self._ring, self._inbound, 0
+        """Receive pieces of a transfer that are here as a whole, or come soon, right into their place, up to its end.
+        How many bytes that were; 0: the general way deals with what there is."""
+        ring, inbound, engine, taken, turn = self._ring, self._inbound, self._engine, 0, TURN_BYTES
         incoming, after_read, data = inbound.incoming, self._link.after_read, ring.data
-        while taken < TURN_BYTES:
+        while True:
+            if taken >= turn:
+                if engine.writers or others_wait(engine, self._link):
+                    break
+                turn = taken + TURN_BYTES
+            if not ring.ready() and not (incoming.expects_pieces and linger(engine, self._link, ring.ready)):
+                break
             at = ring.front()
             if at < 0 or ring.size != HEADER_BYTES:
                 break

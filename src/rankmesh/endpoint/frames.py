@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from os import sched_yield
+from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
+from rankmesh.endpoint.waiting import SLOT_PATIENCE
 from rankmesh.transport.ring import INLINE_MOST
 from rankmesh.wire.header import DATA_LIMIT, HEADER_BYTES, Kind, pack
 from rankmesh.wire.messages import Control, encode
 
 if TYPE_CHECKING:
+    from rankmesh.endpoint.progress import Engine
     from rankmesh.endpoint.router import PeerRouter
-    from rankmesh.transport.base import Link
+    from rankmesh.transport.base import Link, PolledLink
     from rankmesh.transport.ring import RingWriter
 
 #: Bytes read or written for one connection before the others get their turn.
 TURN_BYTES: Final = 4 * 1024 * 1024
+#: How often somebody looks for a slot, or a piece, before it is asked whether others wait.
+LINGER: Final = (None,) * 50
 #: The first piece of a transfer through a ring is smaller: the receiver begins to copy when it is there.
 FIRST_PIECE: Final = DATA_LIMIT // 4
 #: Announcements a sender may have open at its peer: each costs the receiver a few hundred bytes.
 MAX_ANNOUNCED: Final = 65_536
 #: Answers that may wait for a peer which does not read, by lane: to all it may have announced, and to its requests.
 MAX_UNREAD: Final = {Lane.CONTROL: 2 * MAX_ANNOUNCED, Lane.RPC: 16_384}
+
+
+def others_wait(engine: Engine, polled: PolledLink) -> bool:
+    """Whether anybody is kept waiting by a connection that has had its turn: a thread, a timer, another connection."""
+    if engine.contenders or engine.deferred or engine.backlog or perf_counter() >= engine.timers.next:
+        return True
+    own = polled.fileno()
+    return bool(engine.poll(0, 1)) or any(ready() for fd, (ready, _, _) in engine.looks.items() if fd != own)
+
+
+def linger(engine: Engine, polled: PolledLink, ready: Callable[[], bool]) -> bool:
+    """In the middle of a transfer, on behalf of somebody who waits: look for the other side's next step, while whoever
+    else could run on this core runs in between. False: in vain, or others wait."""
+    leader = engine.leader
+    if leader is None or leader.yields:
+        return False
+    end = perf_counter() + SLOT_PATIENCE * engine.spin.seconds
+    while True:
+        for _ in LINGER:
+            if ready():
+                return True
+            sched_yield()
+        if perf_counter() >= end or others_wait(engine, polled):
+            return False
 
 
 class FrameSender:
@@ -152,9 +182,12 @@ class FrameSender:
     def _write_pieces(self, ring: RingWriter) -> bool:
         """Write pieces of a transfer straight into the slots of a ring, while it is all that waits. True: there is more
         of it, for which there is no slot, or which comes after the others' turn."""
-        queue, written = self._queue, 0
+        queue, polled, written = self._queue, self._router.polled, 0
+        assert polled is not None, "it has rings"
         while (transfer := queue.lone_transfer) is not None:
-            if written >= TURN_BYTES or not ring.has_slot():
+            if written >= TURN_BYTES and not (self._has_come(polled) or others_wait(self._engine, polled)):
+                written = 0
+            if written >= TURN_BYTES or not (ring.has_slot() or linger(self._engine, polled, ring.has_slot)):
                 ring.lacks_slot = True
                 return True
             offset, pieces = transfer.next_piece(DATA_LIMIT if transfer.sent else FIRST_PIECE)
@@ -169,6 +202,11 @@ class FrameSender:
             written += size
             transfer.frame_sent(size)
         return False
+
+    @staticmethod
+    def _has_come(polled: PolledLink) -> bool:
+        """The other side has written something meanwhile, maybe that it wants no more."""
+        return polled.reader is None or polled.reader.ready()
 
     def _watch_writes(self, wanted: bool) -> None:
         if self.blocked != wanted and self._link is not None:

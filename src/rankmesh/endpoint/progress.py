@@ -41,6 +41,7 @@ from rankmesh.endpoint.background import Background
 from rankmesh.endpoint.timers import Timer, Timers
 from rankmesh.endpoint.waiting import (
     EVENTS,
+    SLOT_PATIENCE,
     Backlogged,
     ForkedLock,
     Hint,
@@ -55,8 +56,6 @@ logger = logging.getLogger("rankmesh")
 
 #: Seconds a caller steps aside for when other threads wait for the lock.
 STEP_ASIDE: Final = 20e-6
-#: How much longer than for a message somebody polls who waits for room in a ring.
-SLOT_PATIENCE: Final = 5
 #: Seconds between looks of a thread that waits for the same work as another.
 SHARED_LOOK: Final = 0.005
 #: A waiter that knows which connection its message comes over first looks there: one system call instead of two for
