@@ -105,31 +105,44 @@ class Passage:
                 return False
         return True
 
-    def step(self) -> None:
-        """Take the next step, which may be taken."""
-        what, number, chunk, _, _ = self._steps[self._at]
-        self._at += 1
-        stage, slot, serial = self._stage, (self._sequence + number) % SLOTS, self._serial + number
+    def step(self) -> bool:
+        """Take the next step, if there is what it waits for."""
+        what, number, chunk, ranks, words = self._steps[self._at]
+        stage, digest = self._stage, self._digest
+        slot, serial = (self._sequence + number) % SLOTS, self._serial + number
         if what == STAGE:
-            source, own = self._source, self._slots[stage.rank][slot]
-            for start, stop, at in chunk.stage:
-                length = stop - start
-                own[at : at + length] = source if length == len(source) else source[start:stop]
+            if not stage.free(slot):
+                return False
+            self._put(chunk, self._slots[stage.rank][slot])
             stage.hold(slot, serial)
-            stage.say(STAGED[slot], serial, self._digest)
+            stage.say(STAGED[slot], serial, digest)
             if chunk.keep is not None:
                 start, stop, at = chunk.keep
-                self._target[at : at + stop - start] = source[start:stop]
-            return
+                self._target[at : at + stop - start] = self._source[start:stop]
+            self._at += 1
+            return True
+        word, said = words[slot], stage.words
+        for rank in ranks:
+            its = said[rank]
+            if its[word] != serial or its[word + 1] != digest:
+                return False
+        self._at += 1
         if what == COMBINE:
             if self._combine(chunk, slot):
-                stage.say(COMBINED[slot], serial, self._digest)
+                stage.say(COMBINED[slot], serial, digest)
             if chunk.fetch:
-                return
+                return True
         target = self._target
         for rank, at, start, stop in chunk.fetch:
             target[start:stop] = self._slots[rank][slot][at : at + stop - start]
         stage.done(serial)
+        return True
+
+    def _put(self, chunk: Chunk, own: Array) -> None:
+        source = self._source
+        for start, stop, at in chunk.stage:
+            length = stop - start
+            own[at : at + length] = source if length == len(source) else source[start:stop]
 
     def _combine(self, chunk: Chunk, slot: int) -> bool:
         """True: others are to see the result."""

@@ -108,6 +108,7 @@ class Stage:
         self._others: list[tuple[int, memoryview, PeerRouter]] = [
             (q, self.words[q], router) for q, router in enumerate(routers) if isinstance(router, PeerRouter)
         ]
+        self._theirs = [words for _, words, _ in self._others]
         self._arrays: dict[np.dtype[Any], list[list[Array]]] = {}
         self._fence = threading.Lock()
         self._rung = [0] * len(segments)
@@ -132,6 +133,7 @@ class Stage:
             express.close()
         self._arrays.clear()
         self._others.clear()
+        self._theirs.clear()
         self.words.clear()
         self._segments.clear()
         del self._own
@@ -152,9 +154,10 @@ class Stage:
     def free(self, slot: int) -> bool:
         """Nobody reads any more what this rank's slot holds."""
         held = self._held[slot]
-        if held > self._all_done:
-            self._all_done = min(words[DONE] for _, words, _ in self._others)
-        return held <= self._all_done
+        if held <= self._all_done:
+            return True
+        self._all_done = done = min([words[DONE] for words in self._theirs])
+        return held <= done
 
     def held(self, slot: int) -> int:
         """The serial of what this rank's slot holds."""
@@ -188,6 +191,13 @@ class Stage:
         fence = self._fence
         fence.acquire()
         fence.release()
+        for words in self._theirs:
+            if words[SLEEP] & 1:
+                self._ring()
+                return
+
+    def _ring(self) -> None:
+        """Those who sleep, and can go on."""
         for rank, words, router in self._others:
             epoch = words[SLEEP]
             if epoch & 1 and self._rung[rank] != epoch and router.polled is not None and self._can_go_on(rank):
@@ -280,14 +290,14 @@ class Stage:
         waits like any other."""
         engine = self._engine
         while not passage.ended:
-            for _ in _LOOKS[self._looks]:
-                if passage.may_step():
-                    break
-            else:
-                if not self._let_others_run(passage):
-                    return False
-            passage.step()
-            if engine.contenders:
+            if not passage.step():
+                for _ in _LOOKS[self._looks]:
+                    if passage.may_step():
+                        break
+                else:
+                    if not self._let_others_run(passage):
+                        return False
+            elif engine.contenders:
                 return passage.ended
         return True
 

@@ -91,13 +91,11 @@ class StagedCollective(Collective):
         assert passage is not None, "it has begun on a stage"
         try:
             while not self.finished:
-                if not passage.may_step():
-                    return False
-                self.moved = monotonic()
                 if passage.ended:
                     self._succeed(leading=False)
-                else:
-                    passage.step()
+                elif not passage.step():
+                    return False
+                self.moved = monotonic()
         except Exception as error:  # noqa: BLE001  # what a reduction raised: it is the caller's to see
             self.stop(error)
         return True
