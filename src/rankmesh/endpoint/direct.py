@@ -19,7 +19,7 @@ from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
-from rankmesh.endpoint.frames import TURN_BYTES, linger, others_wait
+from rankmesh.endpoint.frames import ROUNDS, TURN_BYTES, YIELDS, linger, others_wait
 from rankmesh.endpoint.outbound import RPC, RPC_FLAG
 from rankmesh.transport.ring import BELL, LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader, begin
 from rankmesh.wire.credit import OVERHEAD, CreditIn, batch
@@ -50,10 +50,6 @@ SOCKET_LOOKS: Final = (None,) * MOST_SOCKET_LOOKS
 #: The more crowded the core is, the less often.
 RING_LOOKS: Final = tuple((None,) * count for count in (2, 5, 10, 20, 40, 80))
 MOST_LOOKS: Final = len(RING_LOOKS) - 1
-#: How often it lets others run before it looks at the clock, and whether anybody needs the lock.
-YIELDS: Final = (None,) * 8
-#: After how many of those it lets other threads of this process run, which costs a system call.
-ROUNDS: Final = 8
 #: Seconds that letting others run takes if there are others.
 CROWDED: Final = 1.2e-6
 #: What may come over one connection before the others are looked at; less if a timer is due.

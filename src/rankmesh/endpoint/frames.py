@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 #: Bytes read or written for one connection before the others get their turn.
 TURN_BYTES: Final = 4 * 1024 * 1024
-#: How often somebody looks for a slot, or a piece, before it is asked whether others wait.
-LINGER: Final = (None,) * 50
+#: How often somebody who looks for something in a ring lets others run before it looks at the clock, and whether
+#: anybody needs the lock; where the core is crowded, each time may be long.
+YIELDS: Final = (None,) * 8
+#: After how many of those it looks at everything else, which costs a system call.
+ROUNDS: Final = 8
 #: The first piece of a transfer through a ring is smaller: the receiver begins to copy when it is there.
 FIRST_PIECE: Final = DATA_LIMIT // 4
 #: Announcements a sender may have open at its peer: each costs the receiver a few hundred bytes.
@@ -42,16 +45,17 @@ def others_wait(engine: Engine, polled: PolledLink) -> bool:
 def linger(engine: Engine, polled: PolledLink, ready: Callable[[], bool]) -> bool:
     """In the middle of a transfer, on behalf of somebody who waits: look for the other side's next step, while whoever
     else could run on this core runs in between. False: in vain, or others wait."""
-    leader = engine.leader
-    if leader is None or leader.yields:
+    leader, seconds, rounds = engine.leader, engine.spin.seconds, 0
+    if leader is None or leader.yields or not seconds:
         return False
-    end = perf_counter() + SLOT_PATIENCE * engine.spin.seconds
+    end = perf_counter() + SLOT_PATIENCE * seconds
     while True:
-        for _ in LINGER:
+        for _ in YIELDS:
             if ready():
                 return True
             sched_yield()
-        if perf_counter() >= end or others_wait(engine, polled):
+        rounds += 1
+        if engine.contenders or perf_counter() >= end or (not rounds % ROUNDS and others_wait(engine, polled)):
             return False
 
 
