@@ -29,6 +29,10 @@ class Owner:
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
         return self._cursor.next_piece(limit)
 
+    @property
+    def left(self) -> int:
+        return sum(map(len, self.parts)) - self.sent
+
     def frame_sent(self, nbytes: int) -> None:
         self.sent += nbytes
         self.times += 1

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import deque
 from collections.abc import Sequence
+from time import monotonic
+from typing import Any
 
 import numpy as np
 import pytest
 
 from peers import SOON, Call, Medium, blank, open_pair, pattern, router_of
-from rankmesh import Config, Endpoint
+from rankmesh import Config, DeadlineError, Endpoint, Mesh, Work
 from rankmesh.config import MIB
-from rankmesh.endpoint.frames import TURN_BYTES
+from rankmesh.endpoint.frames import FIRST_PIECE, TURN_BYTES, is_alone
+from rankmesh.endpoint.waiting import Look
 from rankmesh.transport.ring import SLOT_BYTES, SLOTS, RingWriter
+from ranks import run_ranks
+from timing import scaled, wait_until
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
 SHM = Medium("shm://", Config())
+#: No timer wakes anybody: who is not told stays asleep.
+PATIENT: dict[str, Any] = {"heartbeat_interval": scaled(100), "heartbeat_timeout": scaled(300), "idle_timeout": 1e6}
 #: Several turns, and many times as much as there are slots.
 LARGE = 6 * max(TURN_BYTES, SLOTS * SLOT_BYTES) + 5
 
@@ -64,3 +73,103 @@ def test_another_peer_is_served_in_the_middle_of_a_transfer() -> None:
         asking.result()
     assert out.all()
     assert any(0 < got < nbytes for got in seen), f"served at {seen}"
+
+
+def test_a_transfer_that_nobody_waits_for_goes_on() -> None:
+    """The background thread sleeps when a write is begun, and has to learn of what is left of it: no timer wakes it."""
+    nbytes = 4 * TURN_BYTES
+    data, memory = pattern(nbytes), np.zeros(nbytes, np.uint8)
+    with open_pair(SHM, **PATIENT) as pair:
+        pair.right.memory.register("there", memory)
+        remote = pair.there.open("there", timeout=SOON)
+        for _ in range(20):
+            write = remote.write(data, async_op=True)
+            wait_until(write.done, 5)
+            write.result()
+    np.testing.assert_array_equal(memory, data)
+
+
+def nothing() -> None:
+    """A callback."""
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "",
+        "nobody waits",
+        "it came",
+        "out of time",
+        "a thread",
+        "a callback",
+        "a timer",
+        "a frame",
+        "a backlog",
+        "a ring",
+    ],
+)
+def test_who_has_had_its_turn_stays_only_while_nobody_else_waits(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    with open_pair(SHM, **PATIENT) as pair:
+        router, engine = router_of(pair.there), pair.left.hub.engine
+        wait_until(lambda: engine.background.sleeping, 5)
+        work: Work[None] = Work(engine, "wait for", None, None, SOON)
+        with engine:
+            monkeypatch.setattr(engine, "leader", work)
+            monkeypatch.setattr(engine, "leading_thread", threading.get_ident())
+            monkeypatch.setattr(engine, "deadline", math.inf)
+            assert is_alone(router)
+            monkeypatch.setattr(engine, "looks", {**engine.looks, -7: Look(lambda: why == "a ring", bool, nothing)})
+            monkeypatch.setattr(engine, "backlog", deque([router, *[object()] * (why == "a backlog")]))
+            monkeypatch.setattr(engine, "contenders", deque([None] * (why == "a thread")))
+            monkeypatch.setattr(engine, "deferred", deque([bool] * (why == "a callback")))
+            monkeypatch.setattr(type(router.inbound), "expects_more", why == "a frame")
+            if why == "nobody waits":
+                monkeypatch.setattr(engine, "leader", engine.background)
+            elif why == "it came":
+                work.finish(None)
+            elif why == "out of time":
+                monkeypatch.setattr(engine, "deadline", monotonic())
+            elif why == "a timer":
+                engine.call_at(monotonic(), nothing)
+            stays = is_alone(router)
+            monkeypatch.undo()
+    assert stays is (why == "")
+
+
+def _short_wait(mesh: Mesh) -> bool:
+    nbytes = 512 * MIB
+    data = np.ones(nbytes, np.uint8)
+    if mesh.rank == 0:
+        mesh.send(data, to=1, tag=1, timeout=SOON)
+        return True
+    receive = mesh.irecv(data, source=0, tag=1)
+    inbound = router_of(mesh.peers[0]).inbound
+    wait_until(lambda: inbound.bytes > MIB, 20)
+    with pytest.raises(DeadlineError):
+        mesh.recv(bytearray(1), source=0, tag=2, timeout=0.002)
+    in_the_middle = inbound.bytes < nbytes
+    receive.result(SOON)
+    return in_the_middle
+
+
+def test_a_wait_ends_in_time_beside_a_transfer() -> None:
+    assert run_ranks(2, _short_wait) == [True, True]
+
+
+def test_a_transfer_that_has_left_is_forgotten_although_all_slots_are_taken() -> None:
+    """Else small messages behind it would wait for the reader to free one."""
+    data, out = pattern(FIRST_PIECE + (SLOTS - 1) * SLOT_BYTES), blank(FIRST_PIECE + (SLOTS - 1) * SLOT_BYTES)
+    with open_pair(SHM) as pair:
+        send = pair.there.isend(data, tag=1)
+        pair.back.probe(1, timeout=SOON)
+        with pair.left.hub.engine:  # it does not see the grant yet
+            receive = pair.back.irecv(out, tag=1)
+            pair.right.hub.engine.acquire()  # and then nobody reads what it sends
+        try:
+            send.result(SOON)
+            with pair.left.hub.engine:
+                assert not router_of(pair.there).outbound._queue
+        finally:
+            pair.right.hub.engine.release()
+        receive.result(SOON)
+    np.testing.assert_array_equal(out, data)

@@ -244,6 +244,23 @@ def test_idle_engine_sleeps(engine: Engine, waited: bool) -> None:
     assert waiting is None or waiting.result() == 1
 
 
+def test_who_always_finds_something_to_do_lets_others_have_the_lock(engine: Engine) -> None:
+    """A leader whose connection is ready at every look does not keep the lock until its wait ends."""
+    served = threading.Event()
+    with engine:
+        engine.look_at(-7, Look(lambda: True, lambda: True, served.set))
+    work = new_work(engine, timeout=scaled(2))
+    waiting = Call(work.result)
+    assert served.wait(SOON)
+    for _ in range(20):
+        with engine:
+            assert not work.finished, "it had the lock until its deadline"
+    with engine:
+        engine.looks.clear()
+        work.finish(7)
+    assert waiting.result() == 7
+
+
 def test_contended_lock_reaches_everyone(engine: Engine) -> None:
     """One thread that calls without pause does not keep others out."""
     stop = threading.Event()

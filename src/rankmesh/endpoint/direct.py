@@ -19,7 +19,7 @@ from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
-from rankmesh.endpoint.frames import ROUNDS, TURN_BYTES, YIELDS, linger, others_wait
+from rankmesh.endpoint.frames import ROUNDS, TURN_BYTES, YIELDS, is_alone, linger
 from rankmesh.endpoint.outbound import RPC, RPC_FLAG
 from rankmesh.transport.ring import BELL, LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader, begin
 from rankmesh.wire.credit import OVERHEAD, CreditIn, batch
@@ -335,7 +335,7 @@ class RingPath(Direct):
                 return self._vain
             self.read_one()
             streak -= 1
-            if not streak or perf_counter() >= engine.timers.next:
+            if not streak or perf_counter() >= min(engine.timers.next, engine.deadline):
                 break
         return False
 
@@ -401,14 +401,14 @@ class RingPath(Direct):
     def read_bulk(self) -> int:
         """Receive pieces of a transfer that are here as a whole, or come soon, right into their place, up to its end.
         How many bytes that were; 0: the general way deals with what there is."""
-        ring, inbound, engine, taken, turn = self._ring, self._inbound, self._engine, 0, TURN_BYTES
+        ring, inbound, router, taken, turn = self._ring, self._inbound, self._router, 0, TURN_BYTES
         incoming, after_read, data = inbound.incoming, self._link.after_read, ring.data
         while True:
             if taken >= turn:
-                if engine.writers or others_wait(engine, self._link):
+                if self._engine.writers or not is_alone(router):
                     break
                 turn = taken + TURN_BYTES
-            if not ring.ready() and not (incoming.expects_pieces and linger(engine, self._link, ring.ready)):
+            if not ring.ready() and not (incoming.expects_pieces and linger(router, ring.ready)):
                 break
             at = ring.front()
             if at < 0 or ring.size != HEADER_BYTES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import sched_yield
+from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -14,9 +15,8 @@ from rankmesh.wire.header import DATA_LIMIT, HEADER_BYTES, Kind, pack
 from rankmesh.wire.messages import Control, encode
 
 if TYPE_CHECKING:
-    from rankmesh.endpoint.progress import Engine
     from rankmesh.endpoint.router import PeerRouter
-    from rankmesh.transport.base import Link, PolledLink
+    from rankmesh.transport.base import Link
     from rankmesh.transport.ring import RingWriter
 
 #: Bytes read or written for one connection before the others get their turn.
@@ -34,29 +34,42 @@ MAX_ANNOUNCED: Final = 65_536
 MAX_UNREAD: Final = {Lane.CONTROL: 2 * MAX_ANNOUNCED, Lane.RPC: 16_384}
 
 
-def others_wait(engine: Engine, polled: PolledLink) -> bool:
-    """Whether anybody is kept waiting by a connection that has had its turn: a thread, a timer, another connection."""
-    if engine.contenders or engine.deferred or engine.backlog or perf_counter() >= engine.timers.next:
-        return True
-    own = polled.fileno()
-    return bool(engine.poll(0, 1)) or any(ready() for fd, (ready, _, _) in engine.looks.items() if fd != own)
-
-
-def linger(engine: Engine, polled: PolledLink, ready: Callable[[], bool]) -> bool:
-    """In the middle of a transfer, on behalf of somebody who waits: look for the other side's next step, while whoever
-    else could run on this core runs in between. False: in vain, or others wait."""
-    leader, seconds, rounds = engine.leader, engine.spin.seconds, 0
-    if leader is None or leader.yields or not seconds:
+def is_alone(router: PeerRouter) -> bool:
+    """Whether this thread may stay with a connection that has had its turn: it leads on behalf of a waiter who has
+    neither got what it waits for nor run out of time, and nobody else waits: no thread, timer or other connection."""
+    engine, polled = router.engine, router.polled
+    if polled is None or not _may_linger(router) or perf_counter() >= min(engine.timers.next, engine.deadline):
         return False
-    end = perf_counter() + SLOT_PATIENCE * seconds
+    if any(other is not router for other in engine.backlog) or engine.poll(0, 1):
+        return False
+    own = polled.fileno()
+    return not any(ready() for fd, (ready, _, _) in engine.looks.items() if fd != own)
+
+
+def linger(router: PeerRouter, ready: Callable[[], bool]) -> bool:
+    """In the middle of a transfer: look for the other side's next step, while whoever else could run on this core runs
+    in between. False: in vain, or this thread may not stay."""
+    engine, rounds = router.engine, 0
+    if not engine.spin.seconds or not _may_linger(router):
+        return False
+    end = min(perf_counter() + SLOT_PATIENCE * engine.spin.seconds, engine.deadline)
     while True:
         for _ in YIELDS:
             if ready():
                 return True
             sched_yield()
         rounds += 1
-        if engine.contenders or perf_counter() >= end or (not rounds % ROUNDS and others_wait(engine, polled)):
+        if engine.contenders or perf_counter() >= end or (not rounds % ROUNDS and not is_alone(router)):
             return False
+
+
+def _may_linger(router: PeerRouter) -> bool:
+    """As far as can be told without looking at connections."""
+    engine = router.engine
+    leader = engine.leader
+    if leader is None or leader.yields or leader.finished or engine.leading_thread != get_ident():
+        return False
+    return not (engine.contenders or engine.deferred or router.inbound.expects_more)
 
 
 class FrameSender:
@@ -159,6 +172,7 @@ class FrameSender:
             if goes_on:
                 self._clear = False
                 self._watch_writes(True)
+                self._wake_leader()
                 return
         budget = TURN_BYTES
         while self._link is not None:
@@ -186,12 +200,11 @@ class FrameSender:
     def _write_pieces(self, ring: RingWriter) -> bool:
         """Write pieces of a transfer straight into the slots of a ring, while it is all that waits. True: there is more
         of it, for which there is no slot, or which comes after the others' turn."""
-        queue, polled, written = self._queue, self._router.polled, 0
-        assert polled is not None, "it has rings"
+        queue, router, written = self._queue, self._router, 0
         while (transfer := queue.lone_transfer) is not None:
-            if written >= TURN_BYTES and not (self._has_come(polled) or others_wait(self._engine, polled)):
+            if written >= TURN_BYTES and not self._has_come() and is_alone(router):
                 written = 0
-            if written >= TURN_BYTES or not (ring.has_slot() or linger(self._engine, polled, ring.has_slot)):
+            if written >= TURN_BYTES or not (ring.has_slot() or linger(router, ring.has_slot)):
                 ring.lacks_slot = True
                 return True
             offset, pieces = transfer.next_piece(DATA_LIMIT if transfer.sent else FIRST_PIECE)
@@ -204,13 +217,21 @@ class FrameSender:
             self._after_write()
             self.spoke = True
             written += size
+            if size == transfer.left:
+                queue.forget(transfer)  # before its owner is told, who may go on to the next
             transfer.frame_sent(size)
         return False
 
-    @staticmethod
-    def _has_come(polled: PolledLink) -> bool:
+    def _has_come(self) -> bool:
         """The other side has written something meanwhile, maybe that it wants no more."""
-        return polled.reader is None or polled.reader.ready()
+        polled = self._router.polled
+        return polled is None or polled.reader is None or polled.reader.ready()
+
+    def _wake_leader(self) -> None:
+        """If another thread leads, it sleeps, and knows nothing yet of what is to be written."""
+        engine, polled = self._engine, self._router.polled
+        if engine.leader is not None and engine.leading_thread != get_ident() and polled is not None and polled.arm():
+            engine.waker.release()
 
     def _watch_writes(self, wanted: bool) -> None:
         if self.blocked != wanted and self._link is not None:

@@ -158,7 +158,7 @@ class Inbound:
             got = None
             budget -= cost
             if budget <= 0:
-                if not self._drained:
+                if not self._drained and self.router not in self._engine.backlog:
                     self._engine.backlog.append(self.router)  # nothing may show that there is more to read
                 return
 

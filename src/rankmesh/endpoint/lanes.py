@@ -41,6 +41,11 @@ class Transfer(Owner, Protocol):
     #: Bytes that have left.
     sent: int
 
+    @property
+    def left(self) -> int:
+        """Bytes that have not."""
+        ...
+
     def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
         """Offset and buffers of the next piece; an empty list when everything was handed out."""
         ...
@@ -116,6 +121,10 @@ class OutQueue:
         if len(self._bulk) == 1 and not (self._committed or any(self._lanes)):
             return self._bulk[0]
         return None
+
+    def forget(self, transfer: Transfer) -> None:
+        """All of it has left."""
+        self._bulk.remove(transfer)
 
     def commit_piece(self, transfer: Transfer, offset: int, pieces: list[memoryview]) -> None:
         """A piece of a transfer that goes the usual way."""

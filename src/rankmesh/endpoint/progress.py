@@ -73,8 +73,9 @@ class Engine:
         self.contenders: deque[None] = deque()
         #: The Work whose waiter leads; None if nobody does; `background` if that thread does.
         self.leader: Waited | None = None
-        #: The thread that took the lead last.
+        #: The thread that took the lead last, and until when it waits.
         self.leading_thread = 0
+        self.deadline = 0.0
         self.closed = False
         self.backlog: deque[Backlogged] = deque()
         #: Whoever waits for room to write: while there is anybody, all connections are looked at, not just one.
@@ -162,21 +163,21 @@ class Engine:
         """Run a user's callback soon, without the lock."""
         self.deferred.append(callback)
 
-    def step_down(self) -> Waited | None:
+    def step_down(self) -> tuple[Waited, float] | None:
         """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
         `step_up`: it must not keep anything in its hands that others may change meanwhile."""
-        leader = None
-        if self.leading_thread == get_ident():  # else this thread stepped down before, and the lead is another's now
-            leader, self.leader = self.leader, None
+        lead = None
+        if self.leading_thread == get_ident() and self.leader is not None:  # else this thread stepped down before
+            lead, self.leader = (self.leader, self.deadline), None
         self.lock.release()
-        return leader
+        return lead
 
-    def step_up(self, leader: Waited | None) -> None:
+    def step_up(self, lead: tuple[Waited, float] | None) -> None:
         """Take the lock again, and the lead if nobody waits with it. The engine may have been closed meanwhile, by the
         very code that ran."""
         self.acquire()
-        if leader is not None and (self.leader is None or self.leader.yields):
-            self.leader, self.leading_thread = leader, get_ident()
+        if lead is not None and (self.leader is None or self.leader.yields):
+            (self.leader, self.deadline), self.leading_thread = lead, get_ident()
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any
@@ -197,7 +198,7 @@ class Engine:
                     return
                 self._follow(work, deadline)
             else:
-                self.leader, self.leading_thread = work, get_ident()
+                self.leader, self.leading_thread, self.deadline = work, get_ident(), deadline
                 try:
                     if self.backlog:
                         self.work_off_backlog()
@@ -216,7 +217,7 @@ class Engine:
                             return
                         if enough:
                             spin.miss()
-                        elif self._poll_for(work, spin):
+                        elif self._poll_for(work, spin, deadline):
                             return
                     self._block(work, deadline)
                 finally:
@@ -247,7 +248,7 @@ class Engine:
         if self.background.hint is hint:
             self.background.hint = None
 
-    def _poll_for(self, work: Waited, spin: Spin) -> bool:
+    def _poll_for(self, work: Waited, spin: Spin, deadline: float) -> bool:
         """Poll all connections until `work` is done (True), or for so long without an event."""
         poll, end = self.poll, 0.0
         while True:
@@ -269,7 +270,7 @@ class Engine:
             elif now >= end:
                 spin.miss()
                 return False
-            if self.contenders or self.deferred:
+            if self.contenders or self.deferred or now >= deadline:
                 return False
 
     def _handle(self, events: list[tuple[int, int]], work: Waited) -> bool:
@@ -325,6 +326,7 @@ class Engine:
                 continue
             if self.looks and self.arm():  # something came just now: more of it may be polled for
                 self._spin_of(work).skip = 0
+                self._step_aside()
                 return
             work.parker, lone = self.waker, self.lone
             self.lock.release()
@@ -381,6 +383,10 @@ class Engine:
     def glance(self) -> None:
         """Between two pieces of a long piece of work: look once at everything, and let others have the lock."""
         self._sweep()
+        self._step_aside()
+
+    def _step_aside(self) -> None:
+        """Let others have the lock who wait for it."""
         if self.contenders:
             self.lock.release()
             try:
@@ -489,9 +495,5 @@ class Engine:
         self.lock = ForkedLock()
         self.closed = True
         self._epoll.close()
-        # Each number goes on existing, for /dev/null: the objects that hold it close it sometime, and must hit nobody.
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for fd in self._handlers:
-            os.dup2(null, fd, inheritable=False)
-        os.close(null)
+        forking.divert(self._handlers)
         self._handlers.clear()

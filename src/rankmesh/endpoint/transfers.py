@@ -82,6 +82,10 @@ class Send(Work[None]):
             self._cursor = Cursor(self.parts)
         return self._cursor.next_piece(limit)
 
+    @property
+    def left(self) -> int:
+        return self.nbytes - self.sent
+
     def frame_sent(self, nbytes: int) -> None:
         self.sent += nbytes
         if self.sent == self.nbytes:
