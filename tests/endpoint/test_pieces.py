@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import deque
 from collections.abc import Sequence
-from time import monotonic
 from typing import Any
 
 import numpy as np
 import pytest
 
 from peers import SOON, Call, Medium, blank, open_pair, pattern, router_of
-from rankmesh import Config, DeadlineError, Endpoint, Mesh, Work
+from rankmesh import Config, DeadlineError, Endpoint, Mesh
 from rankmesh.config import MIB
-from rankmesh.endpoint.frames import FIRST_PIECE, TURN_BYTES, is_alone
-from rankmesh.endpoint.waiting import Look
+from rankmesh.endpoint.frames import FIRST_PIECE, TURN_BYTES
 from rankmesh.transport.ring import SLOT_BYTES, SLOTS, RingWriter
 from ranks import run_ranks
 from timing import scaled, wait_until
@@ -87,53 +83,6 @@ def test_a_transfer_that_nobody_waits_for_goes_on() -> None:
             wait_until(write.done, 5)
             write.result()
     np.testing.assert_array_equal(memory, data)
-
-
-def nothing() -> None:
-    """A callback."""
-
-
-@pytest.mark.parametrize(
-    "why",
-    [
-        "",
-        "nobody waits",
-        "it came",
-        "out of time",
-        "a thread",
-        "a callback",
-        "a timer",
-        "a frame",
-        "a backlog",
-        "a ring",
-    ],
-)
-def test_who_has_had_its_turn_stays_only_while_nobody_else_waits(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    with open_pair(SHM, **PATIENT) as pair:
-        router, engine = router_of(pair.there), pair.left.hub.engine
-        wait_until(lambda: engine.background.sleeping, 5)
-        work: Work[None] = Work(engine, "wait for", None, None, SOON)
-        with engine:
-            monkeypatch.setattr(engine, "leader", work)
-            monkeypatch.setattr(engine, "leading_thread", threading.get_ident())
-            monkeypatch.setattr(engine, "deadline", math.inf)
-            assert is_alone(router)
-            monkeypatch.setattr(engine, "looks", {**engine.looks, -7: Look(lambda: why == "a ring", bool, nothing)})
-            monkeypatch.setattr(engine, "backlog", deque([router, *[object()] * (why == "a backlog")]))
-            monkeypatch.setattr(engine, "contenders", deque([None] * (why == "a thread")))
-            monkeypatch.setattr(engine, "deferred", deque([bool] * (why == "a callback")))
-            monkeypatch.setattr(type(router.inbound), "expects_more", why == "a frame")
-            if why == "nobody waits":
-                monkeypatch.setattr(engine, "leader", engine.background)
-            elif why == "it came":
-                work.finish(None)
-            elif why == "out of time":
-                monkeypatch.setattr(engine, "deadline", monotonic())
-            elif why == "a timer":
-                engine.call_at(monotonic(), nothing)
-            stays = is_alone(router)
-            monkeypatch.undo()
-    assert stays is (why == "")
 
 
 def _short_wait(mesh: Mesh) -> bool:

@@ -121,7 +121,7 @@ class Background:
 
     def _lead(self) -> None:
         engine = self._engine
-        engine.leader, engine.leading_thread, engine.deadline = self, get_ident(), math.inf
+        engine.leader, engine.leading_thread = self, get_ident()
         try:
             while engine.leader is self and not engine.closed:
                 if engine.backlog:
@@ -139,7 +139,7 @@ class Background:
                         engine.acquire()
                     if self._taken():
                         return
-                    engine.leader, engine.leading_thread, engine.deadline = self, get_ident(), math.inf
+                    engine.leader, engine.leading_thread = self, get_ident()
                     continue
                 if engine.backlog:  # a copy goes on
                     engine.glance()

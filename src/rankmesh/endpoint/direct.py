@@ -19,7 +19,7 @@ from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
-from rankmesh.endpoint.frames import ROUNDS, TURN_BYTES, YIELDS, is_alone, linger
+from rankmesh.endpoint.frames import TURN_BYTES
 from rankmesh.endpoint.outbound import RPC, RPC_FLAG
 from rankmesh.transport.ring import BELL, LINE, MASK, RING_BYTES, TAIL, TELL, WORD, RingReader, begin
 from rankmesh.wire.credit import OVERHEAD, CreditIn, batch
@@ -50,6 +50,10 @@ SOCKET_LOOKS: Final = (None,) * MOST_SOCKET_LOOKS
 #: The more crowded the core is, the less often.
 RING_LOOKS: Final = tuple((None,) * count for count in (2, 5, 10, 20, 40, 80))
 MOST_LOOKS: Final = len(RING_LOOKS) - 1
+#: How often it lets others run before it looks at the clock, and whether anybody needs the lock.
+YIELDS: Final = (None,) * 8
+#: After how many of those it lets other threads of this process run, which costs a system call.
+ROUNDS: Final = 8
 #: Seconds that letting others run takes if there are others.
 CROWDED: Final = 1.2e-6
 #: What may come over one connection before the others are looked at; less if a timer is due.
@@ -334,8 +338,10 @@ class RingPath(Direct):
             if not self._wait():
                 return self._vain
             self.read_one()
+            if engine.backlog:  # that was a whole turn: others come next, and the clock
+                break
             streak -= 1
-            if not streak or perf_counter() >= min(engine.timers.next, engine.deadline):
+            if not streak or perf_counter() >= engine.timers.next:
                 break
         return False
 
@@ -399,17 +405,11 @@ class RingPath(Direct):
                 engine.after_release()
 
     def read_bulk(self) -> int:
-        """Receive pieces of a transfer that are here as a whole, or come soon, right into their place, up to its end.
-        How many bytes that were; 0: the general way deals with what there is."""
-        ring, inbound, router, taken, turn = self._ring, self._inbound, self._router, 0, TURN_BYTES
+        """Receive pieces of a transfer that are here as a whole, right into their place, up to its end. How many bytes
+        that were; 0: the general way deals with what there is."""
+        ring, inbound, taken = self._ring, self._inbound, 0
         incoming, after_read, data = inbound.incoming, self._link.after_read, ring.data
-        while True:
-            if taken >= turn:
-                if self._engine.writers or not is_alone(router):
-                    break
-                turn = taken + TURN_BYTES
-            if not ring.ready() and not (incoming.expects_pieces and linger(router, ring.ready)):
-                break
+        while taken < TURN_BYTES:
             at = ring.front()
             if at < 0 or ring.size != HEADER_BYTES:
                 break

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from os import sched_yield
 from threading import get_ident
-from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
-from rankmesh.endpoint.waiting import SLOT_PATIENCE
 from rankmesh.transport.ring import INLINE_MOST
 from rankmesh.wire.header import DATA_LIMIT, HEADER_BYTES, Kind, pack
 from rankmesh.wire.messages import Control, encode
@@ -21,55 +18,12 @@ if TYPE_CHECKING:
 
 #: Bytes read or written for one connection before the others get their turn.
 TURN_BYTES: Final = 4 * 1024 * 1024
-#: How often somebody who looks for something in a ring lets others run before it looks at the clock, and whether
-#: anybody needs the lock; where the core is crowded, each time may be long.
-YIELDS: Final = (None,) * 8
-#: After how many of those it looks at everything else, which costs a system call.
-ROUNDS: Final = 8
 #: The first piece of a transfer through a ring is smaller: the receiver begins to copy when it is there.
 FIRST_PIECE: Final = DATA_LIMIT // 4
 #: Announcements a sender may have open at its peer: each costs the receiver a few hundred bytes.
 MAX_ANNOUNCED: Final = 65_536
 #: Answers that may wait for a peer which does not read, by lane: to all it may have announced, and to its requests.
 MAX_UNREAD: Final = {Lane.CONTROL: 2 * MAX_ANNOUNCED, Lane.RPC: 16_384}
-
-
-def is_alone(router: PeerRouter) -> bool:
-    """Whether this thread may stay with a connection that has had its turn: it leads on behalf of a waiter who has
-    neither got what it waits for nor run out of time, and nobody else waits: no thread, timer or other connection."""
-    engine, polled = router.engine, router.polled
-    if polled is None or not _may_linger(router) or perf_counter() >= min(engine.timers.next, engine.deadline):
-        return False
-    if any(other is not router for other in engine.backlog) or engine.poll(0, 1):
-        return False
-    own = polled.fileno()
-    return not any(ready() for fd, (ready, _, _) in engine.looks.items() if fd != own)
-
-
-def linger(router: PeerRouter, ready: Callable[[], bool]) -> bool:
-    """In the middle of a transfer: look for the other side's next step, while whoever else could run on this core runs
-    in between. False: in vain, or this thread may not stay."""
-    engine, rounds = router.engine, 0
-    if not engine.spin.seconds or not _may_linger(router):
-        return False
-    end = min(perf_counter() + SLOT_PATIENCE * engine.spin.seconds, engine.deadline)
-    while True:
-        for _ in YIELDS:
-            if ready():
-                return True
-            sched_yield()
-        rounds += 1
-        if engine.contenders or perf_counter() >= end or (not rounds % ROUNDS and not is_alone(router)):
-            return False
-
-
-def _may_linger(router: PeerRouter) -> bool:
-    """As far as can be told without looking at connections."""
-    engine = router.engine
-    leader = engine.leader
-    if leader is None or leader.yields or leader.finished or engine.leading_thread != get_ident():
-        return False
-    return not (engine.contenders or engine.deferred or router.inbound.expects_more)
 
 
 class FrameSender:
@@ -200,11 +154,9 @@ class FrameSender:
     def _write_pieces(self, ring: RingWriter) -> bool:
         """Write pieces of a transfer straight into the slots of a ring, while it is all that waits. True: there is more
         of it, for which there is no slot, or which comes after the others' turn."""
-        queue, router, written = self._queue, self._router, 0
+        queue, written = self._queue, 0
         while (transfer := queue.lone_transfer) is not None:
-            if written >= TURN_BYTES and not self._has_come() and is_alone(router):
-                written = 0
-            if written >= TURN_BYTES or not (ring.has_slot() or linger(router, ring.has_slot)):
+            if written >= TURN_BYTES or not ring.has_slot():
                 ring.lacks_slot = True
                 return True
             offset, pieces = transfer.next_piece(DATA_LIMIT if transfer.sent else FIRST_PIECE)
@@ -221,11 +173,6 @@ class FrameSender:
                 queue.forget(transfer)  # before its owner is told, who may go on to the next
             transfer.frame_sent(size)
         return False
-
-    def _has_come(self) -> bool:
-        """The other side has written something meanwhile, maybe that it wants no more."""
-        polled = self._router.polled
-        return polled is None or polled.reader is None or polled.reader.ready()
 
     def _wake_leader(self) -> None:
         """If another thread leads, it sleeps, and knows nothing yet of what is to be written."""

@@ -65,11 +65,6 @@ class Incoming:
     def idle(self) -> bool:
         return not (self._incoming or self._announced or self._arrivals.posted)
 
-    @property
-    def expects_pieces(self) -> bool:
-        """A transfer is under way, and none whose bytes this side fetches itself."""
-        return bool(self._incoming or self._arrivals.posted) and not self._copies
-
     def deliver(self, message: Message, receive: Receive) -> None:
         """A receive was posted for a message that was announced."""
         del self._announced[message.ident]

@@ -41,7 +41,6 @@ from rankmesh.endpoint.background import Background
 from rankmesh.endpoint.timers import Timer, Timers
 from rankmesh.endpoint.waiting import (
     EVENTS,
-    SLOT_PATIENCE,
     Backlogged,
     ForkedLock,
     Hint,
@@ -56,6 +55,8 @@ logger = logging.getLogger("rankmesh")
 
 #: Seconds a caller steps aside for when other threads wait for the lock.
 STEP_ASIDE: Final = 20e-6
+#: How much longer than for a message somebody polls who waits for room in a ring.
+SLOT_PATIENCE: Final = 5
 #: Seconds between looks of a thread that waits for the same work as another.
 SHARED_LOOK: Final = 0.005
 #: A waiter that knows which connection its message comes over first looks there: one system call instead of two for
@@ -73,9 +74,8 @@ class Engine:
         self.contenders: deque[None] = deque()
         #: The Work whose waiter leads; None if nobody does; `background` if that thread does.
         self.leader: Waited | None = None
-        #: The thread that took the lead last, and until when it waits.
+        #: The thread that took the lead last.
         self.leading_thread = 0
-        self.deadline = 0.0
         self.closed = False
         self.backlog: deque[Backlogged] = deque()
         #: Whoever waits for room to write: while there is anybody, all connections are looked at, not just one.
@@ -163,21 +163,21 @@ class Engine:
         """Run a user's callback soon, without the lock."""
         self.deferred.append(callback)
 
-    def step_down(self) -> tuple[Waited, float] | None:
+    def step_down(self) -> Waited | None:
         """Give up the lead and the lock for a moment, in order to run users' code right here. Whoever led goes on after
         `step_up`: it must not keep anything in its hands that others may change meanwhile."""
-        lead = None
-        if self.leading_thread == get_ident() and self.leader is not None:  # else this thread stepped down before
-            lead, self.leader = (self.leader, self.deadline), None
+        leader = None
+        if self.leading_thread == get_ident():  # else this thread stepped down before, and the lead is another's now
+            leader, self.leader = self.leader, None
         self.lock.release()
-        return lead
+        return leader
 
-    def step_up(self, lead: tuple[Waited, float] | None) -> None:
+    def step_up(self, leader: Waited | None) -> None:
         """Take the lock again, and the lead if nobody waits with it. The engine may have been closed meanwhile, by the
         very code that ran."""
         self.acquire()
-        if lead is not None and (self.leader is None or self.leader.yields):
-            (self.leader, self.deadline), self.leading_thread = lead, get_ident()
+        if leader is not None and (self.leader is None or self.leader.yields):
+            self.leader, self.leading_thread = leader, get_ident()
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` on whichever thread leads next, with the lock. May be called without the lock, from any
@@ -198,7 +198,7 @@ class Engine:
                     return
                 self._follow(work, deadline)
             else:
-                self.leader, self.leading_thread, self.deadline = work, get_ident(), deadline
+                self.leader, self.leading_thread = work, get_ident()
                 try:
                     if self.backlog:
                         self.work_off_backlog()

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 #: Events taken from one poll; the rest is there at the next. (The default allocates room for 1,023.)
 EVENTS: Final = 64
-#: How much longer than for a message somebody polls who waits for room in a ring, or for the next piece.
-SLOT_PATIENCE: Final = 5
 
 
 def poll_timeout(seconds: float) -> float:
