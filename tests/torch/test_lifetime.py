@@ -157,8 +157,8 @@ def test_torchrun_and_an_end_without_destroy(tmp_path: Path) -> None:
 
 
 def test_rankmesh_run_and_a_program_that_fails(tmp_path: Path) -> None:
-    """The other rank learns why."""
-    end = "if dist.get_rank() == 1: raise KeyError('of mine')\ndist.barrier()"
+    """The other rank learns why. It has written before: a launcher ends it when this one fails."""
+    end = "dist.barrier()\nif dist.get_rank() == 1: raise KeyError('of mine')\ndist.barrier()"
     ended = launch(tmp_path, end, "-m", "rankmesh", "run", "-n", "2")
     assert ended.returncode not in (0, 134, 139), ended
     assert ended.stdout.count("sum 2.0") == 2
