@@ -25,6 +25,8 @@ Bytes = npt.NDArray[np.uint8]
 SOON = scaled(20)
 #: Seconds after which a test counts as "it did not happen": a wait that is expected to run out.
 BRIEFLY = 0.1
+#: Settings with which no timer wakes anybody within the time that a call has: who is not rung stays asleep.
+PATIENT: dict[str, Any] = {"heartbeat_interval": scaled(100), "heartbeat_timeout": scaled(300), "idle_timeout": 1e6}
 
 
 @dataclass(frozen=True)

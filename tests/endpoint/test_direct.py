@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peers import SOON, Call, Medium, Pair, blank, open_pair, pattern, router_of
+from peers import PATIENT, SOON, Call, Medium, Pair, blank, open_pair, pattern, router_of
 from rankmesh import Config, Endpoint, Mesh, PeerLost, TruncationError
 from rankmesh.config import KIB, MIB
 from rankmesh.endpoint.direct import STREAK, RingPath, SocketPath
@@ -28,8 +28,6 @@ pytestmark = pytest.mark.usefixtures("nursery")
 
 SHM = Medium("shm://", Config())
 EAGER = SHM.config.eager_bytes
-#: No timer wakes anybody within the time that a call has: who is not woken by a bell is late.
-PATIENT: dict[str, Any] = {"heartbeat_interval": scaled(100), "heartbeat_timeout": scaled(300), "idle_timeout": 1e6}
 LATE = scaled(5)
 
 

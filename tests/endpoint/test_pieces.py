@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
-from peers import SOON, Call, Medium, blank, open_pair, pattern, router_of
+from peers import PATIENT, SOON, Call, Medium, blank, open_pair, pattern, router_of
 from rankmesh import Config, DeadlineError, Endpoint, Mesh
 from rankmesh.config import MIB
 from rankmesh.endpoint.frames import FIRST_PIECE, TURN_BYTES
 from rankmesh.transport.ring import SLOT_BYTES, SLOTS, RingWriter
 from ranks import run_ranks
-from timing import scaled, wait_until
+from timing import wait_until
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
 SHM = Medium("shm://", Config())
-#: No timer wakes anybody: who is not told stays asleep.
-PATIENT: dict[str, Any] = {"heartbeat_interval": scaled(100), "heartbeat_timeout": scaled(300), "idle_timeout": 1e6}
 #: Several turns, and many times as much as there are slots.
 LARGE = 6 * max(TURN_BYTES, SLOTS * SLOT_BYTES) + 5
 

@@ -106,20 +106,20 @@ class Passage:
         return True
 
     def step(self) -> bool:
-        """Take the next step, if there is what it waits for."""
+        """Take the next step, if there is what it waits for: `may_step`, written out for its speed."""
         what, number, chunk, ranks, words = self._steps[self._at]
         stage, digest = self._stage, self._digest
         slot, serial = (self._sequence + number) % SLOTS, self._serial + number
         if what == STAGE:
             if not stage.free(slot):
                 return False
+            self._at += 1
             self._put(chunk, self._slots[stage.rank][slot])
             stage.hold(slot, serial)
             stage.say(STAGED[slot], serial, digest)
             if chunk.keep is not None:
                 start, stop, at = chunk.keep
                 self._target[at : at + stop - start] = self._source[start:stop]
-            self._at += 1
             return True
         word, said = words[slot], stage.words
         for rank in ranks:
