@@ -11,6 +11,7 @@ import pytest
 
 from peers import BRIEFLY, FAULTY, SOON, Call, Medium, Pair, blank, faulty, open_pair, pattern, router_of
 from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, PeerLost
+from rankmesh.endpoint.admission import Admission
 from rankmesh.membership.ports import free_port
 from rankmesh.testing.faults import FaultLink
 from rankmesh.wire.messages import IdleAsk
@@ -52,6 +53,53 @@ def test_address_that_never_answers(tcp: Medium) -> None:
         assert "within" in caught.value.reason or "handshake" in caught.value.reason
 
 
+#: Heartbeats neither ask nor let go by themselves.
+QUIET: dict[str, Any] = {"heartbeat_interval": scaled(20), "heartbeat_timeout": scaled(60)}
+
+
+def let_go(pair: Pair) -> None:
+    """Both sides agree to let their connection go, as the heartbeat has them do when it is idle."""
+    with pair.left.hub.engine:
+        outbound = router_of(pair.there).outbound
+        outbound.message(IdleAsk())
+        outbound.pause()
+    wait_until(lambda: not pair.there.connected and not pair.back.connected, 10, "the connection to be let go")
+
+
+def test_who_closes_takes_the_connection_that_its_last_messages_wait_for(medium: Medium) -> None:
+    """Both sides connect at once, and agree on the other side's connection, which comes when this side is closing. It
+    was refused then, and what was to be sent waited for it in vain."""
+    with open_pair(medium, **QUIET) as pair:
+        let_go(pair)
+        sides = (pair.left, pair.there), (pair.right, pair.back)
+        (closing, its), (_, theirs) = sorted(sides, key=lambda side: side[0].uid)
+        decide, held = closing._connector._judge, []
+
+        def decide_late(admission: Admission) -> None:
+            if not closing.hub.closed:
+                held.append(admission)
+                raise BlockingIOError  # as if the rest of the handshake had not come yet
+            decide(admission)
+
+        closing._connector._judge = decide_late  # type: ignore[method-assign]
+        back = theirs.isend(b"b", tag=2)
+        wait_until(lambda: held, 10, "the other side's attempt")
+        its.isend(b"a", tag=1)
+        refused = "waiting for the connection that the other side opened"
+        wait_until(lambda: refused in closing._connector.trouble(router_of(its)), 10, "the refusal")
+        end = Call(closing.close)
+        wait_until(lambda: closing.hub.closed, 10)
+        with closing.hub.engine:
+            held[0].ready()
+        end.result()
+        out = bytearray(1)
+        theirs.recv(out, tag=1, timeout=SOON)
+        assert out == b"a"
+        back.wait(SOON)
+        wait_until(lambda: router_of(theirs).gone, 10, "the goodbye")
+        assert router_of(theirs).gone == "it closed its endpoint"
+
+
 def test_an_attempt_that_succeeds_while_its_side_closes_ends_in_order() -> None:
     """The other side had the connection, saw it end without a goodbye, and took that for a loss."""
     made: list[FaultLink] = []
@@ -63,14 +111,9 @@ def test_an_attempt_that_succeeds_while_its_side_closes_ends_in_order() -> None:
             if proved:
                 link.stall(after_bytes=proved)
 
-    quiet: dict[str, Any] = {"heartbeat_interval": scaled(20), "heartbeat_timeout": scaled(60)}
-    with faulty(prepare), open_pair(FAULTY, **quiet) as pair:
+    with faulty(prepare), open_pair(FAULTY, **QUIET) as pair:
         proved = made[0].sent
-        with pair.left.hub.engine:  # let it go, as the heartbeat does
-            outbound = router_of(pair.there).outbound
-            outbound.message(IdleAsk())
-            outbound.pause()
-        wait_until(lambda: not pair.there.connected and not pair.back.connected, 10, "the connection to be let go")
+        let_go(pair)
         pair.there.irecv(bytearray(1), tag=1)
         wait_until(lambda: pair.back.connected, 10, "the connection, of which this side does not know")
         assert not pair.there.connected

@@ -377,16 +377,13 @@ class Connector:
         remote = admission.handshake.remote
         assert remote is not None
         objection = self._objection(remote)
-        if objection:
+        dialing = any(dial.remote_uid == remote.uid for dial in self._dials.values())
+        if objection and not (objection == CLOSING and dialing):  # what is still to be sent may wait for this one
             admission.refuse(Refusal.WORLD, objection)
             return
         router = self._known(remote.uid)
-        verdict = judge(
-            self._identity().uid,
-            remote.uid,
-            connected=router is not None and _is_connected(router),
-            dialing=any(dial.remote_uid == remote.uid for dial in self._dials.values()),
-        )
+        connected = router is not None and _is_connected(router)
+        verdict = judge(self._identity().uid, remote.uid, connected=connected, dialing=dialing)
         match verdict:
             case Verdict.REFUSE:
                 admission.refuse(Refusal.DUPLICATE, "both sides connected at once, and the other connection is kept")
@@ -422,7 +419,7 @@ class Connector:
         objection = self._objection(remote)
         if dial is not None and dial.router.peer.uid not in (None, remote.uid):
             objection = f"another process ({remote.name}, pid {remote.pid} on {remote.host}) answers at {dial.where}"
-        leaving = objection == CLOSING and dial is not None  # the other side, where it is a peer already, is told so
+        leaving = objection == CLOSING  # the other side, where it is a peer already, is told so
         if objection and not leaving:
             link.abort()
             if dial is not None:

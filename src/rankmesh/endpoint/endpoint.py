@@ -386,8 +386,8 @@ class Endpoint:
                 agent.closing()
             for work in self.hub.abandon():  # what has not come will not come any more
                 work.fail(self.hub.closed_error(work.op, work.tag))
-            routers = [router for router in self.hub.routers.values() if isinstance(router, PeerRouter)]
-            engine.drive(Until(lambda: self._all_is_said(routers)), deadline)
+            engine.drive(Until(self._all_is_said), deadline)
+            routers = self._conversations()
             unsent = [str(router.peer) for router in routers if not router.outbound.idle]
             for router in routers:
                 router.say_goodbye(CLOSED)
@@ -401,12 +401,15 @@ class Endpoint:
                 peer=", ".join(unsent),
             )
 
-    def _all_is_said(self, routers: list[PeerRouter]) -> bool:
+    def _conversations(self) -> list[PeerRouter]:
+        return [router for router in self.hub.routers.values() if isinstance(router, PeerRouter)]
+
+    def _all_is_said(self) -> bool:
         """Nothing is unsent, and no connection is about to be made: where the other side has it already, it would take
         its end for a loss."""
         if any(admission.handshake.remote_uid is not None for admission in self._connector.dialing):
             return False
-        return all(router.outbound.idle or router.gone for router in routers)
+        return all(router.outbound.idle or router.gone for router in self._conversations())
 
     def abort(self, reason: str = "") -> None:
         """Drop everything at once: peers see a lost connection, and hear `reason` if they can be told right away."""
@@ -419,7 +422,7 @@ class Endpoint:
             for router in list(self.hub.routers.values()):  # one that cannot be told is lost, and forgotten
                 if reason and isinstance(router, PeerRouter):
                     router.say_failed(reason)
-            self._free([router for router in self.hub.routers.values() if isinstance(router, PeerRouter)])
+            self._free(self._conversations())
         self._stop()
 
     def _stop(self) -> None:
