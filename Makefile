@@ -1,5 +1,5 @@
 # make demo      4 ranks on this machine show what works
-# make test      lint and types, beside them what only computes, then all other tests: what CI runs
+# make test      lint, types and all tests: what CI runs
 # make test-312  all tests under Python 3.12 (test-313: 3.13), in an environment of its own
 # make conformance  torch's own tests of distributed backends, unmodified, against rankmesh; some minutes
 # make soak      the long forms of the tests: 20,000 messages from 64 threads, 20 s of computing, …
@@ -17,8 +17,9 @@
 # and again when pyproject.toml changes.
 
 SHELL := /bin/bash
+SHARES := pytest-torch pytest-rest pytest-services pytest-programs pytest-pure
 .DELETE_ON_ERROR:
-.PHONY: demo test test-312 test-313 lint pytest pytest-pure pytest-torch pytest-programs conformance soak fuzz bench bench-shm bench-rpc \
+.PHONY: demo test test-312 test-313 lint pytest $(SHARES) conformance soak fuzz bench bench-shm bench-rpc \
     bench-memory bench-collectives bench-ddp format clean debian-python debian-ip debian-mooncake
 # Where the environment forbids it, each of the many processes that the tests start would compile rankmesh anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,12 +33,11 @@ ARGS ?=
 demo: $(VENV)/installed
 	$(BIN)/rankmesh demo
 
-# What only computes, and what only starts programs, is tested while ruff and mypy run, all else alone (tests/shares.py).
-# With ARGS, one after the other: which tests they select is not known here.
+# Two at a time, the longest first (tests/shares.py). With ARGS, one after the other: which tests they select is not
+# known here.
 ifeq ($(strip $(ARGS)),)
 test: debian-ip $(VENV)/installed-dev
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target pytest-torch lint pytest-pure pytest-programs
-	$(BIN)/python -m pytest --share rest
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint $(SHARES)
 else
 test: lint pytest
 endif
@@ -45,7 +45,7 @@ endif
 pytest: debian-ip $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
-pytest-pure pytest-torch pytest-programs: pytest-%: $(VENV)/installed-dev
+$(SHARES): pytest-%: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --share $*
 
 lint: $(VENV)/installed-dev

@@ -1,9 +1,10 @@
-"""The shares in which `make test` runs the tests, because tests of time and races shall not share their cores.
+"""The shares in which `make test` runs the tests, two at a time, because most of them wait for most of their time.
 
+    pytest --share torch       programs of torch, most of whose time goes into its import
     pytest --share pure        what only computes: no sockets, threads, processes or clocks
-    pytest --share torch       programs of torch, most of whose time goes into its import: beside the former, and ruff
-    pytest --share programs    the README's and the command line's, whose time goes into starting them: the same
-    pytest --share rest        all others, afterwards, alone
+    pytest --share programs    the README's and the command line's, whose time goes into starting them
+    pytest --share services    what stands on endpoints, and what they stand on
+    pytest --share rest        all others: endpoints, collectives, failures
 
 tests/test_architecture.py looks at what the pure ones import.
 """
@@ -38,6 +39,9 @@ IMPURE = frozenset({
 SHARES = {
     "torch": (TESTS / "torch", TESTS / "test_examples.py"),
     "programs": (TESTS / "cli", TESTS / "test_readme.py"),
+    "services": tuple(
+        TESTS / name for name in ("defects", "launch", "membership", "memory", "rpc", "security", "transport")
+    ),
 }
 
 
