@@ -93,6 +93,43 @@ def test_many_calls_on_several_groups() -> None:
         assert found == [half] * 3 + [10.0] * 6
 
 
+def _out_of_place(mesh: Mesh, count: int) -> None:
+    """Each form twice: the second call knows of the first, and takes a shorter way."""
+    total = sum(range(1, mesh.size + 1))
+    memory = np.empty(2 * count + 1, np.int64)
+    for _ in range(2):
+        own, out = memory[:count], memory[count : 2 * count]
+        own[:], out[:] = mesh.rank + 1, -1
+        assert mesh.all_reduce(own, out=out) is out
+        assert np.all(out == total)
+        assert np.all(own == mesh.rank + 1), "the array stays"
+        work = mesh.all_reduce(own, "max", out=out, async_op=True)
+        assert work.result() is out
+        assert np.all(out == mesh.size)
+        out[:] = -1
+        mesh.reduce(own, root=mesh.size - 1, out=out)
+        assert np.all(out == (total if mesh.rank == mesh.size - 1 else -1))
+        assert np.all(own == mesh.rank + 1), "the array stays"
+        own.flags.writeable = False
+        assert np.all(mesh.all_reduce(own, out=out) == total)
+    for _ in range(2):
+        memory[:] = mesh.rank + 1
+        shifted = memory[1 : count + 1]
+        assert mesh.all_reduce(memory[:count], out=shifted) is shifted
+        assert np.all(shifted == total), "they overlap"
+        assert mesh.all_reduce(shifted, out=shifted) is shifted
+        assert np.all(shifted == total * mesh.size)
+    averaged = mesh.all_reduce(np.full(count, mesh.rank, np.float32), "avg", out=np.empty(count, np.float32))
+    assert np.all(averaged == (mesh.size - 1) / 2)
+    assert mesh.size == 1 or mesh._context.founding.state is State.STAGE
+
+
+@pytest.mark.parametrize("count", [1, 3, 100_000, 700_001])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_out_of_place(size: int, count: int) -> None:
+    run_ranks(size, _out_of_place, CONFIG, (count,))
+
+
 def _given_up(mesh: Mesh, how: str) -> str:
     """Rank 0 gives an all_reduce up before rank 1 has come; the next ones are right."""
     mesh.barrier()

@@ -45,13 +45,23 @@ def _none() -> None:
     """What a barrier returns."""
 
 
-def _in_place_or(out: Any, given: Operand) -> tuple[Operand, Array]:
-    """Where a result of the shape of its input goes, with the input in it; and that as a flat array."""
+def _in_place_or(out: Any, given: Operand, apart: bool = False) -> tuple[Operand, Array, Array]:
+    """Where a result of the shape of its input goes; and, flat, what is read and what is written: one array with the
+    input in it, or two where they may be `apart`, and are."""
     target = given if out is None else output(out, given.array.shape, given.kind)
     flat = flat_output(target.array)
-    if target is not given:
-        np.copyto(target.array, given.array)
-    return target, flat
+    if target is given:
+        return target, flat, flat
+    if apart and given.array.flags.c_contiguous and not np.may_share_memory(given.array, flat):
+        return target, given.array.ravel(), flat
+    np.copyto(target.array, given.array)
+    return target, flat, flat
+
+
+def _takes(out: Any, array: Array) -> bool:
+    """`out` is a place for the result of calls that are known with `array`, and not in the same memory."""
+    like = type(out) is np.ndarray and out.shape == array.shape and out.dtype == array.dtype and out.flags.carray
+    return like and not np.may_share_memory(out, array)
 
 
 class Collectives(Running):
@@ -82,7 +92,7 @@ class Collectives(Running):
         if type(array) is np.ndarray and algorithm is None and not async_op:
             recipe = self._recipes.get(("broadcast", array.dtype, array.size, root))
             if recipe is not None and array.flags.carray:
-                flat = array if array.ndim == 1 else array.reshape(-1)
+                flat = array.ravel()
                 return self._pass(recipe, flat, flat, lambda: array, timeout)
         options = Options(algorithm, async_op, timeout)
         if is_list(array):
@@ -113,14 +123,14 @@ class Collectives(Running):
         given = operand(array)
         reduction = Reduction(op, given.kind, self.size)
         chosen = self._choose("reduce", given.array.nbytes, options, root)
+        staged = not reduction.is_users and self._is_staged("reduce", given.array.nbytes, options, given.array.itemsize)
         target: Operand = given
         if self.rank == root:
-            target, flat = _in_place_or(out, given)
+            target, source, flat = _in_place_or(out, given, apart=staged)
         else:
-            flat = flat_input(given.array)
-            staged = chosen.staged and self._founding.stage is not None and not reduction.is_users
+            source = flat = flat_input(given.array)
             if not staged and chosen.receives and np.may_share_memory(flat, given.array):
-                flat = flat.copy()  # a plan over messages works in it
+                source = flat = flat.copy()  # a plan over messages works in it
 
         def conclude() -> Any:
             if self.rank != root:
@@ -129,7 +139,7 @@ class Collectives(Running):
             return target.value
 
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
-        job = Job("reduce", flat, flat, flat.size)
+        job = Job("reduce", source, flat, flat.size)
         return self._run(chosen, space, conclude, options, given.what, reduction, root, job=job)
 
     def all_reduce(
@@ -143,38 +153,41 @@ class Collectives(Running):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """All ranks' arrays reduced, on every rank: in `out`, or in place. A list of arrays travels as one, or as one
-        for each dtype in it (fusing.py), and is returned as a list. `compression`: how a sum or an average of floating
-        point numbers is sent in fewer bytes (compression/)."""
-        if type(array) is np.ndarray and out is None and compression is None and algorithm is None and not async_op:
+        """All ranks' arrays reduced, on every rank: in `out`, and the array stays, or in place. A list of arrays goes
+        as one, or as one for each dtype in it (fusing.py), and is returned as a list. `compression`: how a sum or an
+        average of floating point numbers is sent in fewer bytes (compression/)."""
+        if type(array) is np.ndarray and compression is None and algorithm is None and not async_op:
             recipe = self._recipes.get(("all_reduce", array.dtype, array.size, op))
             if recipe is not None and array.flags.carray:  # the like was called before: this is the hot path
-                flat = array if array.ndim == 1 else array.reshape(-1)
-                return self._pass(recipe, flat, flat, lambda: array, timeout)
+                if out is None or out is array:
+                    flat = array.ravel()
+                    return self._pass(recipe, flat, flat, lambda: array, timeout)
+                if _takes(out, array):
+                    return self._pass(recipe, array.ravel(), out.ravel(), lambda: out, timeout)
         options = Options(algorithm, async_op, timeout)
         if compression is not None:
             return exchange.all_reduce(self, array, op, out, compression, options)
         if is_list(array):
             return fusing.all_reduce(self, array, op, out, options)
-        given = operand(array)
-        target, flat = _in_place_or(out, given)
-        return self._all_reduce_flat(flat, given.kind, op, options, lambda: target.value)
+        return self._all_reduce_one(operand(array), out, op, options)
 
-    def _all_reduce_flat(self, flat: Array, kind: Kind, op: Op, options: Options, conclude: Callable[[], Any]) -> Any:
+    def _all_reduce_one(self, given: Operand, out: Any, op: Op, options: Options) -> Any:
+        array, kind = given.array, given.kind
         reduction = Reduction(op, kind, self.size)
+        staged = not reduction.is_users and self._is_staged("all_reduce", array.nbytes, options, array.itemsize)
+        target, source, flat = _in_place_or(out, given, apart=staged)
 
         def finish() -> Any:
             reduction.finish(flat)
-            return conclude()
+            return target.value
 
-        what = f"{flat.size} {kind.name}"
-        job = None if reduction.is_users else Job("all_reduce", flat, flat, flat.size)
-        if job is not None and self._is_staged("all_reduce", flat.nbytes, options, flat.itemsize):
+        job = Job("all_reduce", source, flat, flat.size)
+        if staged:
             key = ("all_reduce", flat.dtype, flat.size, op) if type(kind) is Kind and op != "avg" else None
-            return self._run_staged(job, finish, options, what, reduction, key=key)
+            return self._run_staged(job, finish, options, given.what, reduction, key=key)
         chosen = self._choose("all_reduce", flat.nbytes, options)
         space = Space(Part(flat, even(flat.size, chosen.blocks)))
-        return self._run(chosen, space, finish, options, what, reduction, job=job)
+        return self._run(chosen, space, finish, options, given.what, reduction, job=job)
 
     def all_gather(
         self,
@@ -189,7 +202,7 @@ class Collectives(Running):
         if algorithm is None and not async_op:
             recipe = self._known("all_gather", array, out)
             if recipe is not None:
-                return self._pass(recipe, array.reshape(-1), out.reshape(-1), lambda: out, timeout)
+                return self._pass(recipe, array.ravel(), out.ravel(), lambda: out, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         own = given.array
@@ -305,7 +318,7 @@ class Collectives(Running):
         if algorithm is None and not async_op and op != "avg":
             recipe = self._known("reduce_scatter", array, out, op)
             if recipe is not None and not np.may_share_memory(array, out):
-                return self._pass(recipe, array.reshape(-1), out.reshape(-1), lambda: out, timeout)
+                return self._pass(recipe, array.ravel(), out.ravel(), lambda: out, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         target = output(out, by_rank(given.array, self.size, "reduce_scatter"), given.kind)
@@ -356,7 +369,7 @@ class Collectives(Running):
             recipe = self._known("all_to_all", array, out)
             if recipe is not None and not np.may_share_memory(array, out):
                 out[self.rank] = array[self.rank]
-                return self._pass(recipe, array.reshape(-1), out.reshape(-1), lambda: out, timeout)
+                return self._pass(recipe, array.ravel(), out.ravel(), lambda: out, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         by_rank(given.array, self.size, "all_to_all")
@@ -384,7 +397,7 @@ class Collectives(Running):
         """The arrays of the ranks up to this one reduced, in the order of ranks: in `out`, or in place."""
         given = operand(array)
         reduction = self._scanning(op, given.kind)
-        target, flat = _in_place_or(out, given)
+        target, _, flat = _in_place_or(out, given)
         options = Options(None, async_op, timeout)
         chosen = self._choose("scan", flat.nbytes, options)
         space = Space(Part(flat, [flat.size]))
