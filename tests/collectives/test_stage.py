@@ -124,6 +124,27 @@ def _out_of_place(mesh: Mesh, count: int) -> None:
     assert mesh.size == 1 or mesh._context.founding.state is State.STAGE
 
 
+def _new_results(mesh: Mesh) -> None:
+    ranks = np.arange(mesh.size)
+    results: list[tuple[Any, Any]] = []
+    for step in range(3):  # those after the first take a shorter way
+        table = np.repeat(10 * mesh.rank + ranks + 100 * step, 5).reshape(mesh.size, 5)
+        given = table.copy()
+        results += [
+            (mesh.all_gather(table[0]), np.repeat(10 * ranks + 100 * step, 5).reshape(mesh.size, 5)),
+            (mesh.all_to_all(table), np.repeat(10 * ranks + mesh.rank + 100 * step, 5).reshape(mesh.size, 5)),
+            (mesh.reduce_scatter(table, "max"), np.full(5, 10 * (mesh.size - 1) + mesh.rank + 100 * step)),
+        ]
+        assert np.array_equal(table, given)
+    for result, wanted in results:
+        assert np.array_equal(result, wanted), "a later call has written to it"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_without_out_each_call_makes_a_new_array(size: int) -> None:
+    run_ranks(size, _new_results, CONFIG)
+
+
 @pytest.mark.parametrize("count", [1, 3, 100_000, 700_001])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_out_of_place(size: int, count: int) -> None:

@@ -58,6 +58,11 @@ def _in_place_or(out: Any, given: Operand, apart: bool = False) -> tuple[Operand
     return target, flat, flat
 
 
+def _wants_one(out: Any, array: Any) -> bool:
+    """Of calls that may be known: the result is to be a new array."""
+    return out is None and type(array) is np.ndarray
+
+
 def _takes(out: Any, array: Array) -> bool:
     """`out` is a place for the result of calls that are known with `array`, and not in the same memory."""
     like = type(out) is np.ndarray and out.shape == array.shape and out.dtype == array.dtype and out.flags.carray
@@ -200,9 +205,10 @@ class Collectives(Running):
     ) -> Any:
         """All ranks' arrays, of one shape and dtype, on every rank: an array whose first dimension is the ranks."""
         if algorithm is None and not async_op:
-            recipe = self._known("all_gather", array, out)
+            made = np.empty((self.size, *array.shape), array.dtype) if _wants_one(out, array) else out
+            recipe = self._known("all_gather", array, made)
             if recipe is not None:
-                return self._pass(recipe, array.ravel(), out.ravel(), lambda: out, timeout)
+                return self._pass(recipe, array.ravel(), made.ravel(), lambda: made, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         own = given.array
@@ -210,7 +216,7 @@ class Collectives(Running):
         flat = flat_output(target.array)
         job = Job("all_gather", flat_input(own), flat, own.size)
         if self._is_staged("all_gather", own.nbytes, options, own.itemsize):
-            key = _like("all_gather", array, out)
+            key = _like("all_gather", array, target.value)
             return self._run_staged(job, lambda: target.value, options, given.what, key=key)
         chosen = self._choose("all_gather", own.nbytes, options)
         target.array[self.rank] = own
@@ -316,9 +322,10 @@ class Collectives(Running):
     ) -> Any:
         """Of all ranks' arrays, whose first dimension is the ranks: this rank's entry, reduced."""
         if algorithm is None and not async_op and op != "avg":
-            recipe = self._known("reduce_scatter", array, out, op)
-            if recipe is not None and not np.may_share_memory(array, out):
-                return self._pass(recipe, array.ravel(), out.ravel(), lambda: out, timeout)
+            made = np.empty(array.shape[1:], array.dtype) if _wants_one(out, array) else out
+            recipe = self._known("reduce_scatter", array, made, op)
+            if recipe is not None and not (made is out and np.may_share_memory(array, out)):
+                return self._pass(recipe, array.ravel(), made.ravel(), lambda: made, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         target = output(out, by_rank(given.array, self.size, "reduce_scatter"), given.kind)
@@ -366,10 +373,11 @@ class Collectives(Running):
     ) -> Any:
         """Entry s of the result is what rank s had in the entry of this rank; the first dimension is the ranks."""
         if algorithm is None and not async_op:
-            recipe = self._known("all_to_all", array, out)
-            if recipe is not None and not np.may_share_memory(array, out):
-                out[self.rank] = array[self.rank]
-                return self._pass(recipe, array.ravel(), out.ravel(), lambda: out, timeout)
+            made = np.empty(array.shape, array.dtype) if _wants_one(out, array) else out
+            recipe = self._known("all_to_all", array, made)
+            if recipe is not None and not (made is out and np.may_share_memory(array, out)):
+                made[self.rank] = array[self.rank]
+                return self._pass(recipe, array.ravel(), made.ravel(), lambda: made, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         by_rank(given.array, self.size, "all_to_all")
@@ -383,7 +391,7 @@ class Collectives(Running):
         came[here] = flat[here]
         job = Job("all_to_all", flat, came, each)
         if self._is_staged("all_to_all", each * flat.itemsize, options, flat.itemsize):
-            key = _like("all_to_all", array, out)
+            key = _like("all_to_all", array, target.value)
             return self._run_staged(job, lambda: target.value, options, given.what, key=key)
         chosen = self._choose("all_to_all", each * flat.itemsize, options)
         parts = [Part(flat, counts), Part(came, counts)]
