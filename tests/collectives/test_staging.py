@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.express import Express
 from rankmesh.collectives.passage import Passage, Recipe, steps
-from rankmesh.collectives.stage import CHUNK_BITS, DONE, SLOTS
+from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED
 from rankmesh.collectives.staging import Case
 
 Array = np.ndarray[Any, Any]
@@ -46,10 +46,14 @@ class MemoryStage:
     def behind(self, slot: int) -> list[int]:
         return [q for q in self._others if self.words[q][DONE] < self._held[slot]]
 
-    def hold(self, slot: int, serial: int) -> None:
+    def staged(self, slot: int, serial: int, digest: int) -> None:
         self._held[slot] = serial
+        self._say(STAGED[slot], serial, digest)
 
-    def say(self, word: int, serial: int, digest: int) -> None:
+    def combined(self, slot: int, serial: int, digest: int) -> None:
+        self._say(COMBINED[slot], serial, digest)
+
+    def _say(self, word: int, serial: int, digest: int) -> None:
         self.words[self.rank][word : word + 2] = [serial, digest]
 
     def done(self, serial: int) -> None:
@@ -196,7 +200,7 @@ def test_small_calls_go_by_express(name: str) -> None:
     assert np.array_equal(target[1], wanted[1])  # type: ignore[arg-type]
     go(0, 1)
     assert go(1, 1, digest=2) == 1, "they differ"
-    stages[0].hold(2, 5 << CHUNK_BITS)
+    stages[0].staged(2, 5 << CHUNK_BITS, 0)
     assert go(0, 2) == len(small[0]), "somebody may still read what the slot holds"
 
 

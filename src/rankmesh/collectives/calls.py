@@ -61,7 +61,9 @@ class Call:
         self.sequence = sequence
         self.signature = signature
         self.digest = digest(signature) if known is None else known
-        frame = _users_frame(sys._getframe(depth))
+        frame = sys._getframe(depth)
+        if frame.f_code.co_filename.startswith(_passed_over):
+            frame = _users_frame(frame)
         self._code, self._instruction = frame.f_code, frame.f_lasti  # its line is looked up when somebody asks
         self.when = monotonic()
         #: Why this rank does not go on with it; empty while it does.

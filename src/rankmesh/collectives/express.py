@@ -90,8 +90,7 @@ class Express:
                 return 0
             for into, start, stop in moves:
                 into[:] = source if len(into) == len(source) else source[start:stop]
-            stage.hold(slot, serial)
-            stage.say(word, serial, digest)
+            stage.staged(slot, serial, digest)
             if self._keep is not None:
                 start, stop, at = self._keep
                 target[at : at + stop - start] = source
@@ -117,7 +116,11 @@ class Express:
         assert apply is not None, "a recipe that combines has an operation"
         if self._own is not None:
             own = self._stage.rank
-            parts = (*parts[:own], source[self._own], *parts[own + 1 :])
+            mine = source if self._own.stop - self._own.start == len(source) else source[self._own]
+            if len(parts) == 2:  # as below, without a tuple made for it
+                apply(parts[0], mine, target) if own else apply(mine, parts[1], target)
+                return
+            parts = (*parts[:own], mine, *parts[own + 1 :])
         left = parts[0]
         for right in parts[1:]:
             apply(left, right, target)

@@ -115,8 +115,7 @@ class Passage:
                 return False
             self._at += 1
             self._put(chunk, self._slots[stage.rank][slot])
-            stage.hold(slot, serial)
-            stage.say(STAGED[slot], serial, digest)
+            stage.staged(slot, serial, digest)
             if chunk.keep is not None:
                 start, stop, at = chunk.keep
                 self._target[at : at + stop - start] = self._source[start:stop]
@@ -129,7 +128,7 @@ class Passage:
         self._at += 1
         if what == COMBINE:
             if self._combine(chunk, slot):
-                stage.say(COMBINED[slot], serial, digest)
+                stage.combined(slot, serial, digest)
             if chunk.fetch:
                 return True
         target = self._target

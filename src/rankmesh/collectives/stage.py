@@ -167,11 +167,15 @@ class Stage:
         """Who may still read what this rank's slot holds."""
         return [rank for rank, words, _ in self._others if words[DONE] < self._held[slot]]
 
-    def hold(self, slot: int, serial: int) -> None:
+    def staged(self, slot: int, serial: int, digest: int) -> None:
+        """This rank's slot holds what others wait for."""
         self._held[slot] = serial
+        self._say(STAGED[slot], serial, digest)
 
-    def say(self, word: int, serial: int, digest: int) -> None:
-        """What was staged or combined is there."""
+    def combined(self, slot: int, serial: int, digest: int) -> None:
+        self._say(COMBINED[slot], serial, digest)
+
+    def _say(self, word: int, serial: int, digest: int) -> None:
         own = self._own
         own[word + 1] = digest
         own[word] = serial
