@@ -158,15 +158,15 @@ class Endpoint:
         """Why a peer that proved itself is not wanted all the same. Meshes refuse strangers here."""
         if identity.uid == self.uid:
             return "an endpoint cannot connect to itself"
-        if self.hub.closed:
-            return CLOSING
         if identity.run and self._run and identity.run != self._run:
             return f"it belongs to another run ({identity.run or 'none'} instead of {self._run or 'none'})"
         member = self._members.get(identity.uid)
-        if member is not None and member.router.gone:
-            return f"it was given up: {member.router.gone}"
         if self._members and identity.rank != (member.rank if member is not None else None):
             return f"it claims to be rank {identity.rank}, which it is not in this world"
+        if self.hub.closed:  # after what is wrong with it in any case: the connector makes exceptions from this one
+            return CLOSING
+        if member is not None and member.router.gone:
+            return f"it was given up: {member.router.gone}"
         return ""
 
     def _identity(self) -> Identity:
