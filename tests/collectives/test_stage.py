@@ -8,6 +8,7 @@ import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,14 @@ def test_many_calls_on_several_groups() -> None:
         assert found == [half] * 3 + [10.0] * 6
 
 
+@dataclass
+class Unhashable:
+    """An operation, as objects with an equality of their own are."""
+
+    def __call__(self, left: Any, right: Any) -> Any:
+        return left + right
+
+
 def _out_of_place(mesh: Mesh, count: int) -> None:
     """Each form twice: the second call knows of the first, and takes a shorter way."""
     total = sum(range(1, mesh.size + 1))
@@ -119,6 +128,10 @@ def _out_of_place(mesh: Mesh, count: int) -> None:
         assert np.all(shifted == total), "they overlap"
         assert mesh.all_reduce(shifted, out=shifted) is shifted
         assert np.all(shifted == total * mesh.size)
+    matrix = np.matrix(np.full((1, count), mesh.rank + 1))  # whose arrays of one dimension have two
+    assert np.all(mesh.all_reduce(matrix, out=np.empty((1, count), np.int64)) == total)
+    assert np.all(mesh.all_reduce(np.full(count, mesh.rank + 1), Unhashable(), out=np.empty(count, np.int64)) == total)
+    assert np.all(mesh.reduce_scatter(np.full((mesh.size, count), mesh.rank + 1), Unhashable()) == total)
     averaged = mesh.all_reduce(np.full(count, mesh.rank, np.float32), "avg", out=np.empty(count, np.float32))
     assert np.all(averaged == (mesh.size - 1) / 2)
     assert mesh.size == 1 or mesh._context.founding.state is State.STAGE

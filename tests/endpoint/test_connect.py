@@ -12,6 +12,7 @@ import pytest
 from peers import BRIEFLY, FAULTY, SOON, Call, Medium, Pair, blank, faulty, open_pair, pattern, router_of
 from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, PeerLost
 from rankmesh.endpoint.admission import Admission
+from rankmesh.endpoint.connector import Dial
 from rankmesh.membership.ports import free_port
 from rankmesh.testing.faults import FaultLink
 from rankmesh.wire.messages import IdleAsk
@@ -98,6 +99,21 @@ def test_who_closes_takes_the_connection_that_its_last_messages_wait_for(medium:
         back.wait(SOON)
         wait_until(lambda: router_of(theirs).gone, 10, "the goodbye")
         assert router_of(theirs).gone == "it closed its endpoint"
+
+
+def test_who_closes_and_has_nothing_to_send_says_so(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was about to connect: it is dropping that attempt, for which the other side would wait."""
+    with open_pair(medium, **QUIET) as pair:
+        let_go(pair)
+        sides = (pair.left, pair.there), (pair.right, pair.back)
+        (_, theirs), (closing, its) = sorted(sides, key=lambda side: side[0].uid)
+        with monkeypatch.context() as patch:
+            patch.setattr(Dial, "start", lambda self: None)
+            its.irecv(bytearray(1), tag=1)
+        assert closing._connector._dials
+        with monkeypatch.context() as patch, pytest.raises(PeerLost, match="this endpoint is closing"):
+            patch.setattr(closing.hub, "closed", "It is closing.")
+            theirs.isend(b"b", tag=2).wait(0.8 * closing.config.handshake_timeout)
 
 
 def test_an_attempt_that_succeeds_while_its_side_closes_ends_in_order() -> None:

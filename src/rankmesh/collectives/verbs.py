@@ -53,7 +53,7 @@ def _in_place_or(out: Any, given: Operand, apart: bool = False) -> tuple[Operand
     if target is given:
         return target, flat, flat
     if apart and given.array.flags.c_contiguous and not np.may_share_memory(given.array, flat):
-        return target, given.array.ravel(), flat
+        return target, flat_input(given.array), flat
     np.copyto(target.array, given.array)
     return target, flat, flat
 
@@ -161,7 +161,8 @@ class Collectives(Running):
         """All ranks' arrays reduced, on every rank: in `out`, and the array stays, or in place. A list of arrays goes
         as one, or as one for each dtype in it (fusing.py), and is returned as a list. `compression`: how a sum or an
         average of floating point numbers is sent in fewer bytes (compression/)."""
-        if type(array) is np.ndarray and compression is None and algorithm is None and not async_op:
+        plain = compression is None and algorithm is None and not async_op
+        if plain and type(array) is np.ndarray and type(op) is str:
             recipe = self._recipes.get(("all_reduce", array.dtype, array.size, op))
             if recipe is not None and array.flags.carray:  # the like was called before: this is the hot path
                 if out is None or out is array:
@@ -321,7 +322,7 @@ class Collectives(Running):
         timeout: float | None = None,
     ) -> Any:
         """Of all ranks' arrays, whose first dimension is the ranks: this rank's entry, reduced."""
-        if algorithm is None and not async_op and op != "avg":
+        if algorithm is None and not async_op and type(op) is str and op != "avg":
             made = np.empty(array.shape[1:], array.dtype) if _wants_one(out, array) else out
             recipe = self._known("reduce_scatter", array, made, op)
             if recipe is not None and not (made is out and np.may_share_memory(array, out)):

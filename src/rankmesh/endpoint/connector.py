@@ -377,13 +377,14 @@ class Connector:
         remote = admission.handshake.remote
         assert remote is not None
         objection = self._objection(remote)
-        dialing = any(dial.remote_uid == remote.uid for dial in self._dials.values())
-        if objection and not (objection == CLOSING and dialing):  # what is still to be sent may wait for this one
+        dials = [dial for dial in self._dials.values() if dial.remote_uid == remote.uid]
+        awaited = any(not dial.router.outbound.idle for dial in dials)  # what is still to be sent waits for it
+        if objection and not (objection == CLOSING and awaited):
             admission.refuse(Refusal.WORLD, objection)
             return
         router = self._known(remote.uid)
         connected = router is not None and _is_connected(router)
-        verdict = judge(self._identity().uid, remote.uid, connected=connected, dialing=dialing)
+        verdict = judge(self._identity().uid, remote.uid, connected=connected, dialing=bool(dials))
         match verdict:
             case Verdict.REFUSE:
                 admission.refuse(Refusal.DUPLICATE, "both sides connected at once, and the other connection is kept")

@@ -216,7 +216,7 @@ class Endpoint:
         if peer is None or peer.router.gone:
             peer = dialed.peer if dialed is not None else self._new_peer()
             self._peers[identity.uid] = peer
-            if dialed is None and identity.rank is None and not identity.rail:
+            if dialed is None and identity.rank is None and not (identity.rail or self.hub.closed):
                 self._arrive(peer)
         elif dialed is not None and dialed.peer is not peer:
             self._forget(dialed)
@@ -387,12 +387,11 @@ class Endpoint:
             for work in self.hub.abandon():  # what has not come will not come any more
                 work.fail(self.hub.closed_error(work.op, work.tag))
             engine.drive(Until(self._all_is_said), deadline)
-            routers = self._conversations()
-            unsent = [str(router.peer) for router in routers if not router.outbound.idle]
-            for router in routers:
+            unsent = [str(router.peer) for router in self._conversations() if not router.outbound.idle]
+            for router in self._conversations():
                 router.say_goodbye(CLOSED)
-            engine.drive(Until(lambda: all(router.link is None for router in routers)), deadline)
-            self._free(routers)
+            engine.drive(Until(lambda: all(router.link is None for router in self._conversations())), deadline)
+            self._free()
         self._stop()
         if unsent:
             raise DeadlineError(
@@ -422,7 +421,7 @@ class Endpoint:
             for router in list(self.hub.routers.values()):  # one that cannot be told is lost, and forgotten
                 if reason and isinstance(router, PeerRouter):
                     router.say_failed(reason)
-            self._free(self._conversations())
+            self._free()
         self._stop()
 
     def _stop(self) -> None:
@@ -431,9 +430,9 @@ class Endpoint:
         self.hub.engine.stop()
         self.hub.arena.close()
 
-    def _free(self, routers: list[PeerRouter]) -> None:
+    def _free(self) -> None:
         connecting = self._connector.close()
-        for router in routers:
+        for router in self._conversations():
             router.free(self.hub.closed_error)
         for work in (*connecting, *self.hub.abandon(), *self._accepts):
             work.fail(self.hub.closed_error(work.op, work.tag))
