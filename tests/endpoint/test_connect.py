@@ -111,9 +111,10 @@ def test_who_closes_and_has_nothing_to_send_says_so(medium: Medium, monkeypatch:
             patch.setattr(Dial, "start", lambda self: None)
             its.irecv(bytearray(1), tag=1)
         assert closing._connector._dials
-        with monkeypatch.context() as patch, pytest.raises(PeerLost, match="this endpoint is closing"):
+        with monkeypatch.context() as patch:
             patch.setattr(closing.hub, "closed", "It is closing.")
-            theirs.isend(b"b", tag=2).wait(0.8 * closing.config.handshake_timeout)
+            with pytest.raises(PeerLost, match="this endpoint is closing"):
+                theirs.isend(b"b", tag=2).wait(0.8 * closing.config.handshake_timeout)
 
 
 def test_an_attempt_that_succeeds_while_its_side_closes_ends_in_order() -> None:
