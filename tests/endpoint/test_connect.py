@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from peers import BRIEFLY, FAULTY, SOON, Call, Medium, Pair, blank, faulty, open_pair, pattern, router_of
 from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, PeerLost
@@ -115,6 +116,16 @@ def test_who_closes_and_has_nothing_to_send_says_so(medium: Medium, monkeypatch:
             patch.setattr(closing.hub, "closed", "It is closing.")
             with pytest.raises(PeerLost, match="this endpoint is closing"):
                 theirs.isend(b"b", tag=2).wait(0.8 * closing.config.handshake_timeout)
+
+
+def test_who_closes_lets_no_stranger_in(inproc: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with one in any case comes before the closing, from which there are exceptions."""
+    with Endpoint(inproc.address) as endpoint, Endpoint(inproc.address) as other, monkeypatch.context() as patch:
+        patch.setattr(endpoint, "_run", "this run")
+        stranger = replace(other._identity(), run="another")
+        for closed in ("", "It is closing."):
+            patch.setattr(endpoint.hub, "closed", closed)
+            assert "belongs to another run" in endpoint.objection(stranger)
 
 
 def test_an_attempt_that_succeeds_while_its_side_closes_ends_in_order() -> None:
