@@ -375,3 +375,38 @@ def test_who_lost_the_lead_by_stepping_down_does_not_give_up_anothers(engine: En
     source.ring()
     assert work.result() == 1
     assert engine.leader is not theirs
+
+
+class Interrupted(BaseException):
+    """As a signal's handler raises it."""
+
+
+class InterruptedLock:
+    """The engine's, of which one release by who leads is interrupted when it is done."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._lock = engine, engine.lock
+        self.armed = True
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        leads = self._engine.leader is not None and self._engine.leading_thread == threading.get_ident()
+        self._lock.release()
+        if leads and self.armed and threading.current_thread() is threading.main_thread():
+            self.armed = False
+            raise Interrupted
+
+
+def test_a_signal_between_giving_the_lock_back_and_sleeping(engine: Engine) -> None:
+    """The lock was given back twice: RuntimeError took the place of what the handler raised."""
+    engine.lock = lock = InterruptedLock(engine)  # type: ignore[assignment]
+    with pytest.raises(Interrupted):
+        new_work(engine).wait()
+    assert not lock.armed
+    work = new_work(engine)
+    finish = threading.Timer(BRIEFLY, lambda: engine.call_soon(lambda: work.finish(7)))
+    finish.start()
+    assert work.result() == 7
+    finish.join()

@@ -109,8 +109,8 @@ class Engine:
     def acquire(self) -> None:
         """Take the lock fairly: whoever holds it learns that someone waits."""
         if not self.lock.acquire(False):
-            self.contenders.append(None)
             try:
+                self.contenders.append(None)
                 self.lock.acquire()
             finally:
                 self.contenders.pop()
@@ -231,8 +231,8 @@ class Engine:
                     self._hand_over()
                 return
             if self.deferred:  # users' callbacks run while nobody leads: one that waits itself must find the lead free
-                self.lock.release()
                 try:
+                    self.lock.release()
                     self.run_deferred()
                 finally:
                     self.acquire()
@@ -329,8 +329,8 @@ class Engine:
                 self._step_aside()
                 return
             work.parker, lone = self.waker, self.lone
-            self.lock.release()
-            try:
+            try:  # a signal's handler that raises does so when a call has returned: the lock is given back then
+                self.lock.release()
                 events = self.poll(poll_timeout(min(deadline, self.timers.next) - now), EVENTS)
             finally:
                 self.acquire()
@@ -357,8 +357,8 @@ class Engine:
                 shared = work.parker is not None or self.leader is work
                 if not shared:
                     work.parker = parker
-                self.lock.release()
                 try:
+                    self.lock.release()
                     parker.acquire(timeout=min(remaining, SHARED_LOOK if shared else work.look_every))
                 finally:
                     self.acquire()
@@ -388,8 +388,8 @@ class Engine:
     def _step_aside(self) -> None:
         """Let others have the lock who wait for it."""
         if self.contenders:
-            self.lock.release()
             try:
+                self.lock.release()
                 sleep(STEP_ASIDE)
             finally:
                 self.acquire()
