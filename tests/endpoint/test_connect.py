@@ -5,13 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from time import monotonic
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from peers import BRIEFLY, FAULTY, SOON, Call, Medium, Pair, blank, faulty, open_pair, pattern, router_of
-from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, PeerLost
+from peers import BRIEFLY, FAULTY, PATIENT, SOON, Call, Medium, Pair, blank, faulty, open_pair, pattern, router_of
+from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, Peer, PeerLost
 from rankmesh.endpoint.admission import Admission
 from rankmesh.endpoint.connector import Dial
 from rankmesh.membership.ports import free_port
@@ -55,8 +54,9 @@ def test_address_that_never_answers(tcp: Medium) -> None:
         assert "within" in caught.value.reason or "handshake" in caught.value.reason
 
 
-#: Heartbeats neither ask nor let go by themselves.
-QUIET: dict[str, Any] = {"heartbeat_interval": scaled(20), "heartbeat_timeout": scaled(60)}
+def by_uid(pair: Pair) -> list[tuple[Endpoint, Peer]]:
+    """Both sides, and how each sees the other. Where both connect at once, the second one's connection is kept."""
+    return sorted([(pair.left, pair.there), (pair.right, pair.back)], key=lambda side: side[0].uid)
 
 
 def let_go(pair: Pair) -> None:
@@ -71,10 +71,9 @@ def let_go(pair: Pair) -> None:
 def test_who_closes_takes_the_connection_that_its_last_messages_wait_for(medium: Medium) -> None:
     """Both sides connect at once, and agree on the other side's connection, which comes when this side is closing. It
     was refused then, and what was to be sent waited for it in vain."""
-    with open_pair(medium, **QUIET) as pair:
+    with open_pair(medium, **PATIENT) as pair:
         let_go(pair)
-        sides = (pair.left, pair.there), (pair.right, pair.back)
-        (closing, its), (_, theirs) = sorted(sides, key=lambda side: side[0].uid)
+        (closing, its), (_, theirs) = by_uid(pair)
         decide, held = closing._connector._judge, []
 
         def decide_late(admission: Admission) -> None:
@@ -104,10 +103,9 @@ def test_who_closes_takes_the_connection_that_its_last_messages_wait_for(medium:
 
 def test_who_closes_and_has_nothing_to_send_says_so(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it was about to connect: it is dropping that attempt, for which the other side would wait."""
-    with open_pair(medium, **QUIET) as pair:
+    with open_pair(medium, **PATIENT) as pair:
         let_go(pair)
-        sides = (pair.left, pair.there), (pair.right, pair.back)
-        (_, theirs), (closing, its) = sorted(sides, key=lambda side: side[0].uid)
+        (_, theirs), (closing, its) = by_uid(pair)
         with monkeypatch.context() as patch:
             patch.setattr(Dial, "start", lambda self: None)
             its.irecv(bytearray(1), tag=1)
@@ -139,7 +137,7 @@ def test_an_attempt_that_succeeds_while_its_side_closes_ends_in_order() -> None:
             if proved:
                 link.stall(after_bytes=proved)
 
-    with faulty(prepare), open_pair(FAULTY, **QUIET) as pair:
+    with faulty(prepare), open_pair(FAULTY, **PATIENT) as pair:
         proved = made[0].sent
         let_go(pair)
         pair.there.irecv(bytearray(1), tag=1)

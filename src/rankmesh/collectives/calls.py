@@ -62,7 +62,7 @@ class Call:
         self.signature = signature
         self.digest = digest(signature) if known is None else known
         frame = sys._getframe(depth)
-        if frame.f_code.co_filename.startswith(_passed_over):
+        if frame.f_code.co_filename.startswith(_passed_over):  # seldom: `depth` is right for most calls
             frame = _users_frame(frame)
         self._code, self._instruction = frame.f_code, frame.f_lasti  # its line is looked up when somebody asks
         self.when = monotonic()
