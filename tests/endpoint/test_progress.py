@@ -14,7 +14,8 @@ import pytest
 from peers import BRIEFLY, SOON, Call
 from rankmesh import ClosedError, DeadlineError, Work
 from rankmesh.endpoint.progress import Engine
-from rankmesh.endpoint.waiting import Look, Spin
+from rankmesh.endpoint.requests import Lone
+from rankmesh.endpoint.waiting import Look, Spin, Waited
 from timing import scaled, wait_until
 
 
@@ -298,6 +299,84 @@ def test_spin_backs_off_where_polling_is_in_vain_and_comes_back() -> None:
     spin.miss()
     assert not spin.worthwhile()
     assert not Spin(0.0).worthwhile()
+
+
+class Looking:
+    """A connection that is looked at in vain, and what there was to do when it was."""
+
+    patience = 10
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.seen: list[int] = []
+
+    def attend(self, work: Waited) -> bool:
+        self.seen.append(len(self._engine.backlog))
+        return True
+
+    def await_reply(self, call: Lone) -> None:
+        raise AssertionError("nobody waits for a reply here")
+
+
+def test_polling_comes_back_after_a_sleep_that_it_would_have_spared(engine: Engine) -> None:
+    """At a ring that is longer than at a socket: a sleep of half a millisecond said nothing, and so a receiver that had
+    stopped polling slept on before every message."""
+    spin, ring = Spin(1e-4), Looking(engine)
+    for seconds, hint, back in ((5e-4, None, False), (5e-4, ring, True), (2e-3, ring, False), (1e-4, None, True)):
+        spin.skip = 5
+        assert spin.slept(seconds, hint) is back
+        assert spin.skip == (0 if back else 5)
+
+
+def test_who_sleeps_and_is_told_that_more_is_coming_polls(engine: Engine) -> None:
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    work = new_work(engine)
+    work.hint = ring = Looking(engine)
+
+    def rung(_mask: int) -> None:
+        os.eventfd_read(bell)
+        engine.heralds += 1
+
+    with engine:
+        engine.watch(bell, select.EPOLLIN, rung)
+        engine.spin.skip = Spin.MOST
+    waiting = Call(work.result)
+    wait_until(lambda: work.parker is not None, 5, "the waiter to sleep")
+    assert not ring.seen
+    os.eventfd_write(bell, 1)
+    wait_until(lambda: bool(ring.seen), 5, "it to look at its connection")
+    with engine:
+        work.finish(1)
+    assert waiting.result() == 1
+    with engine:
+        engine.unwatch(bell)
+    os.close(bell)
+
+
+class Pieces:
+    """Takes several turns, and is done then."""
+
+    def __init__(self, engine: Engine, work: Work[int], count: int) -> None:
+        self._engine, self._work, self._left = engine, work, count
+
+    def work_off(self) -> None:
+        self._left -= 1
+        if self._left:
+            self._engine.backlog.append(self)
+        else:
+            self._work.finish(1)
+
+
+def test_nobody_polls_while_there_is_something_to_do(engine: Engine) -> None:
+    """Who had just been woken looked at its connection for a millisecond between two pieces of a copy."""
+    work = new_work(engine)
+    work.hint = ring = Looking(engine)
+    with engine:
+        engine.spin.hit()
+        engine.backlog.append(Pieces(engine, work, 20))
+        engine.drive(work, monotonic() + SOON)
+    assert work.result() == 1
+    assert not any(ring.seen)
 
 
 def test_handler_of_a_gone_descriptor_is_not_called(engine: Engine) -> None:

@@ -32,11 +32,12 @@ from rankmesh.config import KIB, MIB
 from rankmesh.endpoint import sharing
 from rankmesh.endpoint.incoming import Incoming
 from rankmesh.endpoint.lanes import Frame, Lane
-from rankmesh.endpoint.sharing import PIECE_BYTES
+from rankmesh.endpoint.sharing import PIECE_BYTES, Copy
 from rankmesh.endpoint.transfers import Landing
 from rankmesh.errors import TransferAborted
 from rankmesh.transport.arena import SEGMENT_BYTES
 from rankmesh.transport.base import PolledLink
+from rankmesh.transport.ring import BELL
 from rankmesh.transport.segment import CELLS
 from rankmesh.wire.header import Flag, Kind, pack
 from ranks import run_ranks
@@ -404,6 +405,35 @@ def test_a_waiter_that_copies_runs_timers_and_lets_others_in(pair: Pair, monkeyp
     send.wait(SOON)
     assert seen, "nobody else had the lock, or the timer ran when the copy was over"
     assert 0 < seen[0] < nbytes
+    assert np.array_equal(out, array)
+
+
+@pytest.mark.parametrize("nbytes", [LARGE, 2 * PIECE_BYTES, PIECE_BYTES])
+def test_a_sender_that_sleeps_is_woken_before_the_last_piece(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """To wake it takes as long as to copy a MiB. What is copied at once leaves no time for it."""
+    array, out = filled(pair.left, nbytes), blank(nbytes)
+    link, left, asleep = polled(pair.back), pair.left.hub.engine, []
+    real = Copy.step
+
+    def look(self: Copy) -> bool:
+        assert link.writer is not None
+        asleep.append(bool(link.writer.control[BELL]))
+        return real(self)
+
+    monkeypatch.setattr(Copy, "step", look)
+    receive = pair.back.irecv(out, tag=1)
+    with Stepper(pair) as right:
+        sending = Call(pair.there.send, array, tag=1, timeout=SOON)
+        wait_until(link.ready, 5, "the announcement")
+        right.read()
+        for _ in range(-(-nbytes // PIECE_BYTES)):
+            wait_until(lambda: left.leader is not None and left.leader.parker is not None, 5, "the sender to sleep")
+            right.step()
+    sending.result()
+    receive.wait(SOON)
+    assert asleep == [True] * (len(asleep) - 1) + [nbytes == PIECE_BYTES]
     assert np.array_equal(out, array)
 
 

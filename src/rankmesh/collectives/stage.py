@@ -71,10 +71,9 @@ CHUNK_BITS: Final = 20
 #: A word has a bit for each; of more, whatever comes wakes.
 _MOST_RANKS_WANTED: Final = 64
 _WORDS: Final = PAGE // 8
-#: Looks without a pause, by how well that lately went; then others run in between, for so many times Config.spin.
+#: Looks without a pause, by how well that lately went; then others run in between, while `patience` lasts.
 _LOOKS: Final = tuple(range(count) for count in (1, 20, 100, 400))
 _YIELDS: Final = range(16)
-_PATIENCE: Final = 10
 #: Seconds for which calls may be postponed.
 _POSTPONED: Final = 1.0
 #: Seconds in sched_yield that say that others wanted the core.
@@ -94,6 +93,8 @@ def create() -> tuple[memoryview, int]:
 
 class Stage:
     """All segments of a group, as one rank sees them. Methods need the engine's lock."""
+
+    patience = 10
 
     def __init__(
         self, engine: Engine, key: int, rank: int, routers: Sequence[Router], segments: list[memoryview]
@@ -355,7 +356,7 @@ class Stage:
         sched_yield()
         crowded = perf_counter() - began > _CROWDED
         self._looks = max(self._looks - 1, 0) if crowded else min(self._looks + 1, len(_LOOKS) - 1)
-        end = began + _PATIENCE * engine.spin.seconds
+        end = began + self.patience * engine.spin.seconds
         while not engine.contenders:
             for _ in _YIELDS:
                 if first.may_step():

@@ -170,9 +170,9 @@ class Background:
         engine, hint = self._engine, self.hint
         if hint is None or engine.writers:
             return False
-        lone = engine.lone
+        heralds = engine.heralds
         hint.attend(self)
-        if engine.lone == lone:
+        if engine.heralds == heralds:
             self.hint = None
             return False
         self.spin.hit()

@@ -65,6 +65,8 @@ PATIENCE: Final = 10
 class Direct:
     """What both paths have in common. All methods need the engine's lock, except `receive`, which takes it."""
 
+    patience = 0
+
     def __init__(self, inbound: Inbound, credit: CreditIn, eager_limit: int) -> None:
         self._inbound = inbound
         self._router = inbound.router
@@ -125,7 +127,7 @@ class Direct:
         inbound.frames += 1
         inbound.bytes += nbytes
         engine = self._engine
-        engine.lone += 1
+        engine.heralds += 1
         leader = engine.leader
         if leader is not None and leader.yields:
             # Who leads on behalf of everybody looks first where the last two came from, if that is one connection.
@@ -283,6 +285,8 @@ class SocketPath(Direct):
 
 
 class RingPath(Direct):
+    patience = PATIENCE
+
     def __init__(
         self, inbound: Inbound, link: PolledLink, ring: RingReader, credit: CreditIn, eager_limit: int
     ) -> None:
@@ -318,7 +322,7 @@ class RingPath(Direct):
         self._looks = max(self._looks - 1, 0) if crowded else min(self._looks + 1, MOST_LOOKS)
         if control[TAIL] != head:
             return True
-        end = began + PATIENCE * engine.spin.seconds
+        end = began + self.patience * engine.spin.seconds
         rounds = 0
         while True:
             for _ in YIELDS:

@@ -105,6 +105,14 @@ class FrameSender:
         if not self._queue:
             self.control(Kind.PING, 0)
 
+    def herald(self) -> None:
+        """Something will be sent in a moment: if the other side of a ring sleeps, it is woken for it now."""
+        if self._ring is not None:
+            try:
+                self._after_write()
+            except OSError as error:
+                self._router.unwritable(error)
+
     def is_read(self) -> bool:
         """Whether the other side has taken something out of the ring since this was asked last: it lives, though it may
         have found no time to say so between two pieces."""

@@ -131,6 +131,8 @@ class Incoming:
         """Copy the next piece of each message that lies in the sender's arena."""
         self._copying = False
         for ident, copy in list(self._copies.items()):
+            if copy.nearly_done:
+                self._router.outbound.herald()
             if ident in self._copies and copy.step():
                 del self._copies[ident]
                 self._copied(copy)

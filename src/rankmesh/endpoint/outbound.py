@@ -150,9 +150,10 @@ class Outbound(FrameSender):
                 timeout = self._config.timeout if timeout is None else timeout
                 send = Send(self._router, "send to", group, tag, 0, [view], nbytes, timeout)
                 self.start(send)
-                if self._ring is not None and self._answers_soon and send.state is SendState.ANNOUNCED:
+                if self._ring is not None and send.state is SendState.ANNOUNCED:
                     send.hint = self._router.inbound.direct
-                    engine.spin.skip = 0  # whatever it has unlearnt elsewhere
+                    if self._answers_soon:
+                        engine.spin.skip = 0  # whatever it has unlearnt elsewhere
         finally:
             engine.lock.release()
             if engine.deferred or engine.contenders:

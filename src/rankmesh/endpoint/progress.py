@@ -93,8 +93,9 @@ class Engine:
         self.spin = Spin(spin)
         self.waker = Waker()
         self.drives = 0
-        #: Requests and replies that came alone, and were dealt with by who read them; where the last one came from.
-        self.lone = 0
+        #: What came that says that more is coming: requests and replies that came alone and were dealt with by who read
+        #: them, and bells for what is not there yet. And where the last of those requests and replies came from.
+        self.heralds = 0
         self.last_lone: Hint | None = None
         self.background = Background(self, spin)
         self.watch(self.waker.fd, select.EPOLLIN, self.background.woken)
@@ -211,7 +212,7 @@ class Engine:
                         hint = work.hint
                         if not self.drives % SWEEP:
                             self._sweep()
-                        enough = hint is not None and not self.writers and hint.attend(work)
+                        enough = hint is not None and not (self.writers or self.backlog) and hint.attend(work)
                         if work.finished:
                             spin.misses = 0
                             return
@@ -253,7 +254,7 @@ class Engine:
         poll, end = self.poll, 0.0
         while True:
             events = poll(0, EVENTS)
-            if (self.looks and self.look_around()) or events:  # neither keeps the other waiting
+            if (self.looks and self.look_around()) or events or self.backlog:  # none keeps the others waiting
                 if self._handle(events, work):
                     spin.misses = 0
                     return True
@@ -280,7 +281,7 @@ class Engine:
         if self.backlog and not work.finished:
             self.work_off_backlog()
         hint = work.hint
-        if hint is not None and not (work.finished or self.writers):
+        if hint is not None and not (work.finished or self.writers or self.backlog):
             hint.attend(work)
         return work.finished
 
@@ -328,7 +329,7 @@ class Engine:
                 self._spin_of(work).skip = 0
                 self._step_aside()
                 return
-            work.parker, lone = self.waker, self.lone
+            work.parker, heralds = self.waker, self.heralds
             try:  # a signal's handler that raises does so when a call has returned: the lock is given back then
                 self.lock.release()
                 events = self.poll(poll_timeout(min(deadline, self.timers.next) - now), EVENTS)
@@ -337,10 +338,10 @@ class Engine:
                 work.parker = None
             self.dispatch(events)
             spin = self._spin_of(work)
-            if work.yields or self.lone != lone:
+            if work.yields or self.heralds != heralds:
                 spin.hit()
                 return
-            if spin.slept(monotonic() - now):
+            if spin.slept(monotonic() - now, work.hint):
                 return
 
     def _follow(self, work: Waited, deadline: float) -> None:

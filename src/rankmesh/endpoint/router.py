@@ -123,8 +123,10 @@ class PeerRouter(Conversation):
 
     def _rung(self, mask: int) -> None:
         """The other side of a polled link rang, or is gone."""
-        if self._answer_bell():  # else it rang for the stage of a group
+        if self._answer_bell():
             self.ready(_ANY)
+        else:  # for the stage of a group, or for what comes in a moment
+            self.engine.heralds += 1
 
     def _serve(self) -> None:
         """A polled link can do something."""

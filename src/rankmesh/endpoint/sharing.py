@@ -121,6 +121,11 @@ class Copy:
             )
         return True
 
+    @property
+    def nearly_done(self) -> bool:
+        """The next piece is the last of several."""
+        return 0 < self.landing.nbytes - self.landing.got <= PIECE_BYTES < self.landing.nbytes
+
     def step(self) -> bool:
         """Copy the next piece. True: that was the last."""
         landing = self.landing

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: Events taken from one poll; the rest is there at the next. (The default allocates room for 1,023.)
 EVENTS: Final = 64
+#: A sleep of less than so many times Config.spin was not worth it: a little more than is polled for.
+LEAST_PATIENCE: Final = 2
 
 
 def poll_timeout(seconds: float) -> float:
@@ -29,6 +31,9 @@ class Parker(Protocol):
 
 class Hint(Protocol):
     """A connection that can be looked at directly, on behalf of a waiter: see endpoint/direct.py."""
+
+    #: `attend` looks for so many times Config.spin before it gives up, where that is longer than the engine polls.
+    patience: int
 
     def attend(self, work: Waited) -> bool: ...
     def await_reply(self, call: Lone) -> None: ...
@@ -108,10 +113,10 @@ class Spin:
         """It paid off, or would have."""
         self.misses = self.skip = 0
 
-    def slept(self, seconds: float) -> bool:
-        """A sleep that was this short says that polling might have paid off (True): it is tried again. So two sides
+    def slept(self, seconds: float, hint: Hint | None) -> bool:
+        """A sleep that was this short says that polling would have paid off (True): it is tried again. So two sides
         that sleep for each other's answers, or pieces, find out of it."""
-        if seconds < 2 * self.seconds:
+        if seconds < self.seconds * max(LEAST_PATIENCE, 0 if hint is None else hint.patience):
             self.skip = 0
             return True
         return False
