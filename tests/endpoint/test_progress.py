@@ -340,6 +340,7 @@ def test_who_sleeps_and_is_told_that_more_is_coming_polls(engine: Engine) -> Non
     with engine:
         engine.watch(bell, select.EPOLLIN, rung)
         engine.spin.skip = Spin.MOST
+        engine.spin.seconds = 1e-9  # no sleep is so short that it would poll for that reason
     waiting = Call(work.result)
     wait_until(lambda: work.parker is not None, 5, "the waiter to sleep")
     assert not ring.seen
