@@ -60,6 +60,32 @@ def test_views_are_made_when_they_are_asked_for() -> None:
     assert b"".join(Later([table[:, 1], table[0]], 14, writes=False)) == table[:, 1].tobytes() + table[0].tobytes()
 
 
+def test_of_arrays_that_are_only_read_views_are_made_one_by_one() -> None:
+    """The first frame of a batch of thousands leaves before the last view is there."""
+    table = np.arange(12, dtype=np.int16).reshape(3, 4)
+    arrays = [
+        table[0],
+        table[:, 1],
+        np.empty((5, 0)),
+        np.array(7, np.float32),
+        np.array(["2026-11-17"], "datetime64[D]"),
+        np.asfortranarray(table),
+        np.frombuffer(b"read-only", np.uint8),
+    ]
+    later = Later(arrays, sum(array.nbytes for array in arrays), writes=False)
+    later.check()
+    views = iter(later)
+    assert next(views) == table[0].view(np.uint8)
+    assert later._views is None
+    assert b"".join(views) == b"".join(array.tobytes() for array in arrays[1:])
+
+
+def test_what_is_no_memory_is_found_out_before_the_first_view() -> None:
+    later = Later([np.zeros(8, np.uint8), np.array([object()])], 16, writes=False)
+    with pytest.raises(UsageError):
+        later.check()
+
+
 @pytest.mark.parametrize(
     "data", [np.array([object()]), np.frombuffer(bytes(8), np.uint8)], ids=["references", "read-only"]
 )

@@ -23,6 +23,7 @@ from rankmesh.memory.protocol import Bit
 #: (offset, length, stride, count): `count` stretches of `length` bytes of a region, `stride` apart.
 Block = tuple[int, int, int, int]
 
+_dtype = operator.attrgetter("dtype")
 _nbytes = operator.attrgetter("nbytes")
 _format = operator.attrgetter("format")
 _is_readonly = operator.attrgetter("readonly")
@@ -227,14 +228,21 @@ def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
 
 
 class Later:
-    """Views of many arrays, which are made when somebody says so and not before: a request that says where their bytes
-    lie in the region can leave first."""
+    """Views of many arrays, which are made when they are asked for and not before: a request that says where their
+    bytes lie in the region can leave first, and of what is written the first frame."""
 
     def __init__(self, data: Sequence[Any], nbytes: int, writes: bool) -> None:
         self._data = data
         self._nbytes = nbytes
         self._writes = writes
+        self._arrays = {*map(type, data)} == {np.ndarray}
         self._views: list[memoryview] | None = None
+
+    def check(self) -> None:
+        """Raises UsageError for what is no memory, or cannot be written to. Of arrays no view is made for that, where
+        they are only read: they have one unless they hold references."""
+        if self._writes or not self._arrays or any(dtype.hasobject for dtype in {*map(_dtype, self._data)}):
+            self.make()
 
     def make(self) -> list[memoryview]:
         """Raises UsageError for what is no memory, or cannot be written to."""
@@ -250,7 +258,7 @@ class Later:
     def _plain(self) -> list[memoryview] | None:
         """Where all are contiguous buffers, in few steps."""
         try:
-            views = [memoryview(each) for each in self._data]
+            views = [each.data if self._arrays else memoryview(each) for each in self._data]
             if sum(map(len, views)) != self._nbytes and "O" in {*map(_format, views)}:  # a byte is no object
                 return None
             views = [view.cast("B") for view in views]
@@ -259,7 +267,16 @@ class Later:
         return None if self._writes and any(map(_is_readonly, views)) else views
 
     def __iter__(self) -> Iterator[memoryview]:
-        yield from self.make()
+        if self._writes or not self._arrays or self._views is not None:
+            yield from self.make()
+            return
+        for each in self._data:
+            try:
+                view = each.data.cast("B")
+            except (TypeError, ValueError):  # as in `local`
+                yield from local(each, writes=False)
+            else:
+                yield view
 
 
 class Batch:
@@ -284,7 +301,7 @@ class Batch:
         pieces = list(pieces)
         count = len(pieces)
         try:
-            data, offsets = zip(*pieces, strict=True)
+            data, offsets = [each for each, _ in pieces], [offset for _, offset in pieces]
             table = np.empty((count, 2), np.int64)
             table[:, 0] = np.fromiter(
                 offsets if {*map(type, offsets)} == {int} else map(operator.index, offsets), np.int64, count
@@ -292,11 +309,7 @@ class Batch:
             table[:, 1] = np.fromiter(map(_nbytes, data), np.int64, count)
         except OverflowError:
             raise self._outside("pieces at offsets beyond 64 bits") from None
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-        ):  # some have strides, or do not tell their size; or there are none
+        except (AttributeError, TypeError, ValueError):  # some have strides, or do not tell their size
             for piece in pieces:
                 self._take(*piece, writes=writes)
             return self

@@ -152,11 +152,11 @@ class Operation(Asking[Any]):
         self._carrier = None
 
     def make_views(self, parts: Iterable[memoryview]) -> bool:
-        """Now that the request is on its way, make the views that were put off. False: they cannot be made, and the
-        operation has ended with the reason."""
+        """Now that the request is on its way, make the views that were put off, or see that they can be made. False:
+        they cannot, and the operation has ended with the reason."""
         if isinstance(parts, Later) and not self.finished:
             try:
-                parts.make()
+                parts.check()
             except UsageError as error:
                 self._give_up(error)
         return not self.finished
