@@ -88,14 +88,18 @@ class Pages(Run):
     FEWEST: Final = 8
     LARGEST: Final = 64 * 1024
 
-    __slots__ = ("_aligned", "_flat", "_starts", "each")
+    __slots__ = ("_flat", "_grid", "_numbers", "_starts", "each")
 
     def __init__(self, flat: memoryview, starts: np.ndarray[Any, np.dtype[np.intp]], nbytes: int) -> None:
         self._flat = flat
         self._starts = starts
         #: Bytes of a page.
         self.each = nbytes
-        self._aligned: bool | None = None
+        #: Where all begin at multiples of their size: the region as pages of that size, and which of them they are.
+        self._grid: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self._numbers, within = np.divmod(starts, nbytes)
+        if not within.any():
+            self._grid = np.frombuffer(flat, np.uint8, len(flat) // nbytes * nbytes).reshape(-1, nbytes)
 
     def __iter__(self) -> Iterator[memoryview]:
         starts = self._starts
@@ -112,11 +116,13 @@ class Pages(Run):
             data, page = data[first:], page + 1
         whole, rest = divmod(len(data), nbytes)
         if whole:
-            # every place where a page could begin, as a row: nothing is copied for it
-            source = np.frombuffer(flat, np.uint8)
-            rows = np.lib.stride_tricks.as_strided(source, (len(flat) - nbytes + 1, nbytes), (1, 1))
             pages = np.frombuffer(data[: whole * nbytes], np.uint8).reshape(whole, nbytes)
-            rows[self._starts[page : page + whole]] = pages
+            if self._grid is not None:
+                self._grid[self._numbers[page : page + whole]] = pages
+            else:  # every place where a page could begin, as a row: nothing is copied for it, but it takes longer
+                source = np.frombuffer(flat, np.uint8)
+                rows = np.lib.stride_tricks.as_strided(source, (len(flat) - nbytes + 1, nbytes), (1, 1))
+                rows[self._starts[page : page + whole]] = pages
         if rest:
             start = int(self._starts[page + whole])
             flat[start : start + rest] = data[whole * nbytes :]
@@ -124,17 +130,14 @@ class Pages(Run):
     def take(self, at: int, into: memoryview) -> int:
         """Copy whole pages from byte `at` of them all on. 0: they do not lie at multiples of their size, are too large
         for `into`, or there are no more."""
-        nbytes, flat = self.each, self._flat
+        nbytes = self.each
         page = at // nbytes
-        starts = self._starts[page : page + len(into) // nbytes]
-        if self._aligned is None:
-            self._aligned = not (self._starts % nbytes).any()
-        if not len(starts) or not self._aligned:
+        numbers = self._numbers[page : page + len(into) // nbytes]
+        if not len(numbers) or self._grid is None:
             return 0
-        grid = np.frombuffer(flat, np.uint8, len(flat) // nbytes * nbytes).reshape(-1, nbytes)
-        copied = into[: len(starts) * nbytes]
+        copied = into[: len(numbers) * nbytes]
         out = np.frombuffer(copied, np.uint8).reshape(-1, nbytes)
-        np.take(grid, starts // nbytes, axis=0, out=out, mode="clip")  # they were checked; other modes copy twice
+        np.take(self._grid, numbers, axis=0, out=out, mode="clip")  # they were checked; other modes copy twice
         return len(copied)
 
 
