@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankmesh.buffers import BufferPool, RecyclingPool, readable, writable
+from peers import pattern
+from rankmesh.buffers import BufferPool, RecyclingPool, copy, readable, writable
 from rankmesh.config import MIB
 from rankmesh.errors import UsageError
 
@@ -276,3 +277,24 @@ def test_recycling_pool_keeps_within_its_bound() -> None:
     assert (small.nbytes, pool.held) == (100, 3 * MIB)
     again = [pool.take(MIB) for _ in range(2)]
     assert (len(again), pool.held) == (2, MIB)
+
+
+@pytest.mark.parametrize("nbytes", [0, 16, 64 * 1024 - 48, 64 * 1024 + 48, 512 * 1024 + 48])
+@pytest.mark.parametrize("dtype", ["u1", "?", "f2", "f4", "f8", "c16", "S3", "M8[s]", [("x", "f4"), ("y", "i8")]])
+def test_copies_are_equal_to_the_last_bit(dtype: Any, nbytes: int) -> None:
+    """Also where numpy copies instead of the C library: numbers that are none keep their bits."""
+    count = nbytes // np.dtype(dtype).itemsize
+    source = pattern(count * np.dtype(dtype).itemsize).view(dtype)
+    target = np.zeros(count, dtype)
+    copy(target, source)
+    assert target.tobytes() == source.tobytes()
+
+
+def test_copies_of_rows() -> None:
+    table, target = np.arange(1 << 18, dtype=np.int32).reshape(4, 256, 256), np.zeros((4, 256, 256), np.int32)
+    copy(target[2, ...], table[2, ...])
+    assert np.array_equal(target[2], table[2])
+    assert not target[[0, 1, 3]].any()
+    numbers = np.zeros(4)
+    copy(numbers[1, ...], np.ones(4)[1, ...])  # arrays without dimensions
+    assert numbers.tolist() == [0, 1, 0, 0]

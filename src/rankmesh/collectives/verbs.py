@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from rankmesh.buffers import copy
 from rankmesh.collectives import fusing
 from rankmesh.collectives.arguments import Array, Operand, by_rank, flat_input, flat_output, operand, output
 from rankmesh.collectives.compression import Compressor, exchange
@@ -377,7 +378,7 @@ class Collectives(Running):
             made = np.empty(array.shape, array.dtype) if _wants_one(out, array) else out
             recipe = self._known("all_to_all", array, made)
             if recipe is not None and not (made is out and np.may_share_memory(array, out)):
-                made[self.rank] = array[self.rank]
+                copy(made[self.rank, ...], array[self.rank, ...])
                 return self._pass(recipe, array.ravel(), made.ravel(), lambda: made, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
@@ -389,7 +390,7 @@ class Collectives(Running):
         each = flat.size // self.size
         counts = [each] * self.size
         here = slice(each * self.rank, each * (self.rank + 1))
-        came[here] = flat[here]
+        copy(came[here], flat[here])
         job = Job("all_to_all", flat, came, each)
         if self._is_staged("all_to_all", each * flat.itemsize, options, flat.itemsize):
             key = _like("all_to_all", array, target.value)
