@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers import pattern
 from rankmesh.buffers import BufferPool, RecyclingPool, copy, readable, writable
 from rankmesh.config import MIB
 from rankmesh.errors import UsageError
@@ -284,7 +283,7 @@ def test_recycling_pool_keeps_within_its_bound() -> None:
 def test_copies_are_equal_to_the_last_bit(dtype: Any, nbytes: int) -> None:
     """Also where numpy copies instead of the C library: numbers that are none keep their bits."""
     count = nbytes // np.dtype(dtype).itemsize
-    source = pattern(count * np.dtype(dtype).itemsize).view(dtype)
+    source = np.random.default_rng(nbytes).integers(0, 256, count * np.dtype(dtype).itemsize, np.uint8).view(dtype)
     target = np.zeros(count, dtype)
     copy(target, source)
     assert target.tobytes() == source.tobytes()
