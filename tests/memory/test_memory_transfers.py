@@ -44,22 +44,53 @@ def test_read_and_write_of_every_size(sides: Sides, nbytes: int) -> None:
     assert sides.owner.memory.stats()["transfers"] == 0
 
 
-def test_a_batch_with_objects_is_refused_as_a_whole(sides: Sides) -> None:
-    """Also where the others are large enough to be streamed. An object's memory is a pointer."""
-    memory = pattern(1 << 20)
+def outcome(call: Any, pieces: list[Any], async_op: bool) -> Any:
+    work = call(pieces, async_op=async_op)
+    return work.result(SOON) if async_op else work
+
+
+def structure_with_references() -> np.ndarray[Any, Any]:
+    array = np.zeros(2, [("step", "i4"), ("extra", "O")])
+    array["extra"] = None, "text"
+    return array
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["awaited", "async"])
+@pytest.mark.parametrize("count, nbytes", [(2, 100), (2, 100_000), (300, 8192)], ids=["small", "streamed", "frames"])
+@pytest.mark.parametrize(
+    "bad",
+    [np.array([None, "text"], object), structure_with_references(), np.arange(64)[::-1]],
+    ids=["objects", "structure", "backwards"],
+)
+def test_a_batch_with_what_cannot_be_moved_is_refused_as_a_whole(
+    sides: Sides, bad: np.ndarray[Any, Any], count: int, nbytes: int, async_op: bool
+) -> None:
+    """However large the others are, and whoever would find out. An object's memory is a pointer."""
+    memory = pattern(4 << 20)
     sides.register(memory)
-    remote = sides.peer.open("kv")
-    objects: np.ndarray[Any, Any] = np.array([None, "text"], object)
-    pieces = [(blank(100_000), 0), (objects, 200_000), (blank(100_000), 300_000)]
-    with pytest.raises(UsageError):
-        remote.write_batch(pieces)
-    with pytest.raises(UsageError):
-        remote.read_batch(pieces)
-    assert objects.tolist() == [None, "text"]
-    assert is_blank(pieces[0][0])
-    assert (memory == pattern(1 << 20)).all()
+    remote, before = sides.peer.open("kv"), bad.copy()
+    good = [(blank(nbytes), index * nbytes) for index in range(count)]
+    for call in (remote.write_batch, remote.read_batch):
+        with pytest.raises(UsageError):
+            outcome(call, [*good, (bad, count * nbytes)], async_op)
+    assert bad.tolist() == before.tolist()
+    assert all(is_blank(out) for out, _ in good)
+    assert (memory == pattern(4 << 20)).all()
     remote.write(b"it goes on", 0)
     assert memory[:10].tobytes() == b"it goes on"
+
+
+def test_nothing_is_read_into_what_is_empty(sides: Sides) -> None:
+    """A reply was put into memory that is read-only, of which there was nothing to write to."""
+    sides.register(pattern(1000))
+    remote = sides.peer.open("kv")
+    out = blank(5)
+    remote.read_batch([(np.empty(0), 3), (out, 7), (np.empty((5, 0), np.float32), 1000), (b"", 0), (bytearray(), 1)])
+    assert (out == pattern(1000)[7:12]).all()
+    remote.read(np.empty((0, 3)), 1000)
+    remote.read(b"", 0)
+    assert remote.read_batch([]) is None
+    assert remote.write_batch([]) is None
 
 
 def test_many_at_once_and_out_of_order(sides: Sides) -> None:

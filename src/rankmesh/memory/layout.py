@@ -24,6 +24,7 @@ from rankmesh.memory.protocol import Bit
 Block = tuple[int, int, int, int]
 
 _dtype = operator.attrgetter("dtype")
+_is_contiguous = operator.attrgetter("flags.c_contiguous")
 _nbytes = operator.attrgetter("nbytes")
 _format = operator.attrgetter("format")
 _is_readonly = operator.attrgetter("readonly")
@@ -148,7 +149,7 @@ def local(data: Any, *, writes: bool) -> Views:
     """The caller's memory, as views in C order: nothing is copied. `writes`: it will be written to."""
     try:
         view = memoryview(data)
-        if not (writes and view.readonly) and view.format != "O":
+        if not (writes and view.readonly) and "O" not in view.format:
             return (view.cast("B"),)
     except (TypeError, ValueError):  # no plain buffer: strided, empty, foreign, or of a dtype without a format
         pass
@@ -240,11 +241,19 @@ class Later:
         self._writes = writes
         self._arrays = {*map(type, data)} == {np.ndarray}
         self._views: list[memoryview] | None = None
+        #: There will be a view of each: they are made one by one, by whoever asks for the next.
+        self._sure = False
 
     def check(self) -> None:
-        """Raises UsageError for what is no memory, or cannot be written to. Of arrays no view is made for that, where
-        they are only read: they have one unless they hold references."""
-        if self._writes or not self._arrays or any(dtype.hasobject for dtype in {*map(_dtype, self._data)}):
+        """Raises UsageError for what is no memory, or cannot be written to. No view is made for that of arrays in one
+        piece that hold no references, where they are only read."""
+        self._sure = (
+            self._arrays
+            and not self._writes
+            and all(map(_is_contiguous, self._data))
+            and not any(dtype.hasobject for dtype in {*map(_dtype, self._data)})
+        )
+        if not self._sure:
             self.make()
 
     def make(self) -> list[memoryview]:
@@ -262,7 +271,8 @@ class Later:
         """Where all are contiguous buffers, in few steps."""
         try:
             views = [each.data if self._arrays else memoryview(each) for each in self._data]
-            if sum(map(len, views)) != self._nbytes and "O" in {*map(_format, views)}:  # a byte is no object
+            formats = {*map(_format, views)} if sum(map(len, views)) != self._nbytes else ()  # a byte is no object
+            if any("O" in each for each in formats):
                 return None
             views = [view.cast("B") for view in views]
         except (TypeError, ValueError):  # strided, empty, foreign, or of a dtype without a format
@@ -270,13 +280,13 @@ class Later:
         return None if self._writes and any(map(_is_readonly, views)) else views
 
     def __iter__(self) -> Iterator[memoryview]:
-        if self._writes or not self._arrays or self._views is not None:
+        if not self._sure:
             yield from self.make()
             return
         for each in self._data:
             try:
                 view = each.data.cast("B")
-            except (TypeError, ValueError):  # as in `local`
+            except (TypeError, ValueError):  # empty, or of a dtype without a format
                 yield from local(each, writes=False)
             else:
                 yield view

@@ -116,9 +116,11 @@ class RemoteRegion:
             return self._copy(through.read, out, batch.parts, views, None, timeout, async_op)
         count, table = self._table(batch)
         nbytes = batch.nbytes
-        bits = batch.bits | (Bit.STREAMED if nbytes > self._inline else 0)
+        streamed = nbytes > self._inline
+        bits = batch.bits | (Bit.STREAMED if streamed else 0)
         body = _pack(_READ, bits, 0, count, self.generation, 0, nbytes) + table
-        return self._run_read(body, out, batch.later or batch.parts, nbytes, timeout, async_op)
+        parts = (streamed and batch.later) or batch.parts
+        return self._run_read(body, out, parts, nbytes, timeout, async_op)
 
     def _run_read(
         self, body: bytes, out: Any, parts: Iterable[memoryview], nbytes: int, timeout: float | None, async_op: bool
