@@ -123,6 +123,6 @@ def test_finished_tags_leave_nothing_behind(inproc: Medium) -> None:
         lanes, owed = there.outbound._credit.lanes, back.inbound._credit
         wait_until(lambda: len(lanes) == len(owed.owed), 5)  # else: lanes that the receiver owes nothing for
         assert len(lanes) <= pair.left.config.peer_credit_bytes // 4 // OVERHEAD + 1
-        for table in (there.outbound._announced, there.outbound._stalled, back.inbound.incoming._announced):
+        for table in (there.outbound.announced, there.outbound._stalled, back.inbound.incoming._announced):
             assert table == {}
         assert back.inbound.incoming._incoming == {}

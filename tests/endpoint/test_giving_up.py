@@ -296,7 +296,7 @@ def test_call_that_a_signal_interrupts_gives_its_buffer_back(pair: Pair, verb: s
 
     def waits() -> bool:
         """The call sleeps. (An exception in the middle of reading or writing would cost the connection.)"""
-        under_way: list[Work[Any]] = [*pair.right.hub.matcher.posted(), *router.outbound._announced.values()]
+        under_way: list[Work[Any]] = [*pair.right.hub.matcher.posted(), *router.outbound.announced.values()]
         return any(work.parker is not None for work in under_way)
 
     def interrupt() -> None:

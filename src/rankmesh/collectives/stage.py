@@ -71,9 +71,10 @@ CHUNK_BITS: Final = 20
 #: A word has a bit for each; of more, whatever comes wakes.
 _MOST_RANKS_WANTED: Final = 64
 _WORDS: Final = PAGE // 8
-#: Looks without a pause, by how well that lately went; then others run in between, while `patience` lasts.
+#: Looks without a pause, by how well that lately went; then others run in between, for so many times Config.spin.
 _LOOKS: Final = tuple(range(count) for count in (1, 20, 100, 400))
 _YIELDS: Final = range(16)
+_PATIENCE: Final = 10
 #: Seconds for which calls may be postponed.
 _POSTPONED: Final = 1.0
 #: Seconds in sched_yield that say that others wanted the core.
@@ -94,7 +95,9 @@ def create() -> tuple[memoryview, int]:
 class Stage:
     """All segments of a group, as one rank sees them. Methods need the engine's lock."""
 
-    patience = 10
+    #: A sleep here says nothing of the next: ranks compute in between, and where they outnumber cores, who polls takes
+    #: the core from one who does.
+    patience = 0
 
     def __init__(
         self, engine: Engine, key: int, rank: int, routers: Sequence[Router], segments: list[memoryview]
@@ -356,7 +359,7 @@ class Stage:
         sched_yield()
         crowded = perf_counter() - began > _CROWDED
         self._looks = max(self._looks - 1, 0) if crowded else min(self._looks + 1, len(_LOOKS) - 1)
-        end = began + self.patience * engine.spin.seconds
+        end = began + _PATIENCE * engine.spin.seconds
         while not engine.contenders:
             for _ in _YIELDS:
                 if first.may_step():

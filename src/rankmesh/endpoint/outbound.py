@@ -57,7 +57,7 @@ class Outbound(FrameSender):
         self._config = router.hub.config
         self._waiting: deque[Send] = deque()
         self._stalled: dict[CreditLane, deque[Send]] = {}
-        self._announced: dict[int, Send] = {}
+        self.announced: dict[int, Send] = {}
         #: Of the last transfer or request that this side began: the next has one more.
         self.last_ident = 0
         self._like(0, 0, 0)
@@ -102,7 +102,7 @@ class Outbound(FrameSender):
     @property
     def idle(self) -> bool:
         """Everything that was started has left this process."""
-        return not (self._queue or self._waiting or self._stalled or self._announced)
+        return not (self._queue or self._waiting or self._stalled or self.announced)
 
     @property
     def _held_back(self) -> bool:
@@ -309,7 +309,7 @@ class Outbound(FrameSender):
         if self._router.gone:
             raise self._router.lost_error(send.op, send.tag)
         self._check_size(send)
-        waiting = len(self._waiting) + len(self._announced) + sum(map(len, self._stalled.values()))
+        waiting = len(self._waiting) + len(self.announced) + sum(map(len, self._stalled.values()))
         if waiting * SEND_COST >= self._config.send_queue_bytes:
             raise BusyError(
                 f"{waiting} sends to {self._router.peer} wait already, as many as "
@@ -369,10 +369,10 @@ class Outbound(FrameSender):
             kind = Kind.REQUEST if rpc & Flag.REQUEST else Kind.REPLY if rpc else Kind.EAGER
             header = pack(kind, send.flags, send.group, tag, 0, send.nbytes)
             self._queue.push(lane, Frame([header, *send.parts], HEADER_BYTES + send.nbytes, send, send.nbytes))
-        elif len(self._announced) < MAX_ANNOUNCED:
+        elif len(self.announced) < MAX_ANNOUNCED:
             send.ident = self.new_ident()
             send.state = SendState.ANNOUNCED
-            self._announced[send.ident] = send
+            self.announced[send.ident] = send
             self._queue.push(lane, self._announcement(send, tag))
         else:
             return False
@@ -424,22 +424,22 @@ class Outbound(FrameSender):
 
     def _stop_moving(self, send: Send) -> None:
         self._queue.withdraw(send)
-        self._announced.pop(send.ident, None)
+        self.announced.pop(send.ident, None)
         self.control(Kind.ABORT, send.ident, Lane.MESSAGE)
 
     def done(self, send: Send) -> None:
         """The last byte of a send has left."""
-        if send.ident and self._announced.pop(send.ident, None) is not None and self._waiting:
+        if send.ident and self.announced.pop(send.ident, None) is not None and self._waiting:
             self.advance()
 
     def abandon(self) -> list[Send]:
         """Forget every send and return them: the peer is gone."""
         owners = [owner for owner in self._queue.owners() if isinstance(owner, Send)]
         stalled = [send for lane in self._stalled.values() for send in lane]
-        sends = {*self._waiting, *stalled, *self._announced.values(), *owners}
+        sends = {*self._waiting, *stalled, *self.announced.values(), *owners}
         self._waiting.clear()
         self._stalled.clear()
-        self._announced.clear()
+        self.announced.clear()
         self._queue.clear()
         return [send for send in sends if not send.finished]
 
@@ -459,12 +459,12 @@ class Outbound(FrameSender):
                 del self._stalled[lane]
 
     def on_grant(self, ident: int) -> None:
-        send = self._announced.get(ident)
+        send = self.announced.get(ident)
         if send is None or send.state is SendState.MOVING:
             raise ProtocolError(f"a grant for transfer {ident}, which is not announced", reason="unknown transfer")
         self._answered(send)
         if send.state is SendState.WITHDRAWN:
-            del self._announced[ident]  # they crossed; the receiver reads the WITHDRAW after its GRANT
+            del self.announced[ident]  # they crossed; the receiver reads the WITHDRAW after its GRANT
             return
         send.state = SendState.MOVING
         if not send.nbytes:
@@ -475,13 +475,13 @@ class Outbound(FrameSender):
 
     def on_refuse(self, ident: int) -> None:
         """The receiver does not want the bytes (any more): the message counts as received, or was withdrawn."""
-        send = self._announced.get(ident)
+        send = self.announced.get(ident)
         if send is None:
             return  # its last byte and the refusal crossed
         self._answered(send)
         if send.state is SendState.MOVING:
             self._stop_moving(send)
-        self._announced.pop(ident, None)
+        self.announced.pop(ident, None)
         if not send.finished:
             send.finish(None)
         self.advance()

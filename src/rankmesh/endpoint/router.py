@@ -125,7 +125,7 @@ class PeerRouter(Conversation):
         """The other side of a polled link rang, or is gone."""
         if self._answer_bell():
             self.ready(_ANY)
-        else:  # for the stage of a group, or for what comes in a moment
+        elif self.outbound.announced:  # else it rang for the stage of a group
             self.engine.heralds += 1
 
     def _serve(self) -> None:

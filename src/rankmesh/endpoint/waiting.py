@@ -32,7 +32,7 @@ class Parker(Protocol):
 class Hint(Protocol):
     """A connection that can be looked at directly, on behalf of a waiter: see endpoint/direct.py."""
 
-    #: `attend` looks for so many times Config.spin before it gives up, where that is longer than the engine polls.
+    #: A sleep of less than so many times Config.spin says that `attend` would have been worth while.
     patience: int
 
     def attend(self, work: Waited) -> bool: ...
