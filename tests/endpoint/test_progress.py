@@ -13,6 +13,7 @@ import pytest
 
 from peers import BRIEFLY, SOON, Call
 from rankmesh import ClosedError, DeadlineError, Work
+from rankmesh.endpoint import waiting
 from rankmesh.endpoint.progress import Engine
 from rankmesh.endpoint.requests import Lone
 from rankmesh.endpoint.waiting import Look, Spin, Waited
@@ -309,6 +310,10 @@ class Looking:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.seen: list[int] = []
+        self.came = 0
+
+    def mark(self) -> int:
+        return self.came
 
     def attend(self, work: Waited) -> bool:
         self.seen.append(len(self._engine.backlog))
@@ -322,10 +327,46 @@ def test_polling_comes_back_after_a_sleep_that_it_would_have_spared(engine: Engi
     """At a ring that is longer than at a socket: a sleep of half a millisecond said nothing, and so a receiver that had
     stopped polling slept on before every message."""
     spin, ring = Spin(1e-4), Looking(engine)
-    for seconds, hint, back in ((5e-4, None, False), (5e-4, ring, True), (2e-3, ring, False), (1e-4, None, True)):
+    cases = ((5e-4, None, False), (5e-4, ring, True), (2e-3, ring, False), (1e-4, None, True))
+    for seconds, hint, back in cases:
         spin.skip = 5
-        assert spin.slept(seconds, hint) is back
+        assert spin.slept(seconds, hint, mark=-1) is back
         assert spin.skip == (0 if back else 5)
+    spin.skip = 5
+    assert not spin.slept(5e-4, ring, ring.mark()), "what came over another connection ended it"
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["this one", "another"])
+def test_only_what_came_over_its_own_connection_has_a_sleeper_poll(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """Where others sent something every millisecond or two, half of a core went into looking at who was silent."""
+    monkeypatch.setattr(waiting, "LEAST_PATIENCE", 0)
+    bell, work, rung = os.eventfd(0, os.EFD_NONBLOCK), new_work(engine), threading.Event()
+    work.hint = ring = Looking(engine)
+
+    def ring_up(_mask: int) -> None:
+        os.eventfd_read(bell)
+        ring.came += here
+        rung.set()
+
+    with engine:
+        engine.watch(bell, select.EPOLLIN, ring_up)
+        engine.spin.skip, engine.spin.seconds = Spin.MOST, SOON
+    waiting_for_it = Call(work.result)
+    wait_until(lambda: work.parker is not None, 5, "the waiter to sleep")
+    os.eventfd_write(bell, 1)
+    assert rung.wait(SOON)
+    if here:
+        wait_until(lambda: bool(ring.seen), 5, "it to look at its connection")
+    else:
+        wait_until(lambda: work.parker is not None, 5, "the waiter to sleep again")
+    with engine:
+        assert bool(ring.seen) is here
+        work.finish(1)
+        engine.unwatch(bell)
+    assert waiting_for_it.result() == 1
+    os.close(bell)
 
 
 def test_who_sleeps_and_is_told_that_more_is_coming_polls(engine: Engine) -> None:
@@ -341,14 +382,14 @@ def test_who_sleeps_and_is_told_that_more_is_coming_polls(engine: Engine) -> Non
         engine.watch(bell, select.EPOLLIN, rung)
         engine.spin.skip = Spin.MOST
         engine.spin.seconds = 1e-9  # no sleep is so short that it would poll for that reason
-    waiting = Call(work.result)
+    waiter = Call(work.result)
     wait_until(lambda: work.parker is not None, 5, "the waiter to sleep")
     assert not ring.seen
     os.eventfd_write(bell, 1)
     wait_until(lambda: bool(ring.seen), 5, "it to look at its connection")
     with engine:
         work.finish(1)
-    assert waiting.result() == 1
+    assert waiter.result() == 1
     with engine:
         engine.unwatch(bell)
     os.close(bell)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from forked import Child
-from peers import BRIEFLY, SOON, Call, Medium, Pair, blank, is_blank, open_pair, pattern, router_of
+from peers import BRIEFLY, PATIENT, SOON, Call, Medium, Pair, blank, is_blank, open_pair, pattern, router_of
 from rankmesh import (
     CancelledError,
     ClosedError,
@@ -384,6 +384,27 @@ def test_the_background_thread_copies_without_pauses(pair: Pair) -> None:
     assert np.array_equal(out, array)
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["recv", "irecv"])
+def test_a_leader_that_sleeps_is_woken_for_a_copy(waits: bool) -> None:
+    """Another thread posts the receive, and waits behind the leader: which slept until the next heartbeat."""
+    with open_pair(SHM, **PATIENT) as pair:
+        array, out = filled(pair.left, LARGE), blank(LARGE)
+        engine, done = pair.right.hub.engine, threading.Event()
+        leading = Call(pair.back.recv, bytearray(8), tag=99, timeout=SOON)
+        send = pair.there.isend(array, tag=1)
+        wait_until(lambda: bool(incoming(pair.back)._announced), 5, "the announcement")
+        wait_until(lambda: engine.leader is not None and engine.leader.parker is not None, 5, "the other to sleep")
+        if waits:
+            pair.back.recv(out, tag=1, timeout=SOON)
+        else:
+            pair.back.irecv(out, tag=1).add_done_callback(lambda _: done.set())
+            assert done.wait(SOON)
+        send.wait(SOON)
+        assert np.array_equal(out, array)
+        pair.there.send(bytes(8), tag=99)
+        leading.result()
+
+
 def test_a_waiter_that_copies_runs_timers_and_lets_others_in(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats go out, and other threads have the lock, while a large message is copied."""
     monkeypatch.setattr(sharing, "PIECE_BYTES", 4 * KIB)
@@ -415,11 +436,13 @@ def test_a_sender_that_sleeps_is_woken_before_the_last_piece(
     """To wake it takes as long as to copy a MiB. What is copied at once leaves no time for it."""
     array, out = filled(pair.left, nbytes), blank(nbytes)
     link, left, asleep = polled(pair.back), pair.left.hub.engine, []
-    real = Copy.step
+    real, before = Copy.step, left.heralds
 
     def look(self: Copy) -> bool:
         assert link.writer is not None
         asleep.append(bool(link.writer.control[BELL]))
+        if not asleep[-1]:
+            wait_until(lambda: left.heralds > before, 5, "the sender to be woken, and to poll")
         return real(self)
 
     monkeypatch.setattr(Copy, "step", look)

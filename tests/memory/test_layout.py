@@ -84,9 +84,10 @@ def test_of_arrays_that_are_only_read_views_are_made_one_by_one() -> None:
 
 
 def test_what_is_no_memory_is_found_out_before_the_first_view() -> None:
-    later = Later([np.zeros(8, np.uint8), np.array([object()])], 16, writes=False)
-    with pytest.raises(UsageError):
-        later.check()
+    for first in (np.zeros(8, np.uint8), np.zeros(7, "V0")):
+        later = Later([first, np.array([object()])], first.nbytes + 8, writes=False)
+        with pytest.raises(UsageError):
+            later.check()
 
 
 @pytest.mark.parametrize(

@@ -337,6 +337,9 @@ class Stage:
         if self._own[SLEEP] & 1:
             self._own[SLEEP] += 1
 
+    def mark(self) -> int:
+        return 0
+
     def attend(self, work: Waited) -> bool:
         """Look for a while, on behalf of a waiter. True: that was in vain, and long enough to go to sleep now."""
         engine = self._engine

@@ -99,6 +99,9 @@ class Direct:
         does not fit is handled the general way. Written out in each path: at 2 us a message every call counts."""
         raise NotImplementedError
 
+    def mark(self) -> int:
+        return 0
+
     def attend(self, work: Waited) -> bool:
         """Look for a while, on behalf of a waiter. True: that was in vain, and long enough to go to sleep now."""
         raise NotImplementedError
@@ -308,6 +311,9 @@ class RingPath(Direct):
             if control[TAIL] != head:
                 return True
         return self._let_others_run()
+
+    def mark(self) -> int:
+        return self._ring.head
 
     def _let_others_run(self) -> bool:
         """Look on until something is there, while whoever else could run on this core runs in between: where ranks

@@ -7,6 +7,7 @@ DATA frames or by a copy from the sender's arena. Every announcement is answered
 from __future__ import annotations
 
 import functools
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 from rankmesh.endpoint.frames import MAX_ANNOUNCED
@@ -123,9 +124,12 @@ class Incoming:
             self._complete(landing)
 
     def _copy_soon(self) -> None:
+        engine = self._engine
         if not self._copying:
             self._copying = True
-            self._engine.backlog.append(self)
+            engine.backlog.append(self)
+            if engine.leader is not None and engine.leading_thread != get_ident():  # it may sleep
+                engine.waker.release()
 
     def work_off(self) -> None:
         """Copy the next piece of each message that lies in the sender's arena."""

@@ -48,6 +48,7 @@ from rankmesh.endpoint.waiting import (
     Spin,
     Waited,
     Waker,
+    mark_of,
     poll_timeout,
 )
 
@@ -93,8 +94,7 @@ class Engine:
         self.spin = Spin(spin)
         self.waker = Waker()
         self.drives = 0
-        #: What came that says that more is coming: requests and replies that came alone and were dealt with by who read
-        #: them, and bells for what is not there yet. And where the last of those requests and replies came from.
+        #: Signs of more to come: requests and replies that came alone (whence the last?), bells for what is not here.
         self.heralds = 0
         self.last_lone: Hint | None = None
         self.background = Background(self, spin)
@@ -329,7 +329,7 @@ class Engine:
                 self._spin_of(work).skip = 0
                 self._step_aside()
                 return
-            work.parker, heralds = self.waker, self.heralds
+            work.parker, heralds, mark = self.waker, self.heralds, mark_of(work.hint)
             try:  # a signal's handler that raises does so when a call has returned: the lock is given back then
                 self.lock.release()
                 events = self.poll(poll_timeout(min(deadline, self.timers.next) - now), EVENTS)
@@ -341,7 +341,7 @@ class Engine:
             if work.yields or self.heralds != heralds:
                 spin.hit()
                 return
-            if spin.slept(monotonic() - now, work.hint):
+            if spin.slept(monotonic() - now, work.hint, mark):
                 return
 
     def _follow(self, work: Waited, deadline: float) -> None:

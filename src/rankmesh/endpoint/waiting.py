@@ -32,11 +32,18 @@ class Parker(Protocol):
 class Hint(Protocol):
     """A connection that can be looked at directly, on behalf of a waiter: see endpoint/direct.py."""
 
-    #: A sleep of less than so many times Config.spin says that `attend` would have been worth while.
+    #: A sleep of less than so many times Config.spin that it ended says that `attend` would have been worth while.
     patience: int
+
+    def mark(self) -> int:
+        """Another number after something has come over it."""
 
     def attend(self, work: Waited) -> bool: ...
     def await_reply(self, call: Lone) -> None: ...
+
+
+def mark_of(hint: Hint | None) -> int:
+    return 0 if hint is None else hint.mark()
 
 
 class Waited(Protocol):
@@ -113,10 +120,12 @@ class Spin:
         """It paid off, or would have."""
         self.misses = self.skip = 0
 
-    def slept(self, seconds: float, hint: Hint | None) -> bool:
+    def slept(self, seconds: float, hint: Hint | None, mark: int) -> bool:
         """A sleep that was this short says that polling would have paid off (True): it is tried again. So two sides
-        that sleep for each other's answers, or pieces, find out of it."""
-        if seconds < self.seconds * max(LEAST_PATIENCE, 0 if hint is None else hint.patience):
+        that sleep for each other's answers, or pieces, find out of it. `mark`: the hint's, before; what came over other
+        connections says nothing of it."""
+        patience = hint.patience if hint is not None and hint.mark() != mark else 0
+        if seconds < self.seconds * max(LEAST_PATIENCE, patience):
             self.skip = 0
             return True
         return False

@@ -271,13 +271,18 @@ class Later:
         """Where all are contiguous buffers, in few steps."""
         try:
             views = [each.data if self._arrays else memoryview(each) for each in self._data]
-            formats = {*map(_format, views)} if sum(map(len, views)) != self._nbytes else ()  # a byte is no object
-            if any("O" in each for each in formats):
+            if self._hold_references(views):
                 return None
             views = [view.cast("B") for view in views]
         except (TypeError, ValueError):  # strided, empty, foreign, or of a dtype without a format
             return None
         return None if self._writes and any(map(_is_readonly, views)) else views
+
+    def _hold_references(self, views: list[memoryview]) -> bool:
+        """Or may: `local` knows."""
+        if self._arrays:
+            return any(dtype.hasobject for dtype in {*map(_dtype, self._data)})
+        return any("O" in each for each in {*map(_format, views)})
 
     def __iter__(self) -> Iterator[memoryview]:
         if not self._sure:
