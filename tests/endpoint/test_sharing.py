@@ -395,10 +395,10 @@ def test_a_leader_that_sleeps_is_woken_for_a_copy(waits: bool) -> None:
         wait_until(lambda: bool(incoming(pair.back)._announced), 5, "the announcement")
         wait_until(lambda: engine.leader is not None and engine.leader.parker is not None, 5, "the other to sleep")
         if waits:
-            pair.back.recv(out, tag=1, timeout=SOON)
+            pair.back.recv(out, tag=1, timeout=scaled(2))
         else:
             pair.back.irecv(out, tag=1).add_done_callback(lambda _: done.set())
-            assert done.wait(SOON)
+            assert done.wait(scaled(2))
         send.wait(SOON)
         assert np.array_equal(out, array)
         pair.there.send(bytes(8), tag=99)
