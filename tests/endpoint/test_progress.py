@@ -419,6 +419,7 @@ def test_nobody_polls_while_there_is_something_to_do(engine: Engine) -> None:
         engine.drive(work, monotonic() + SOON)
     assert work.result() == 1
     assert not any(ring.seen)
+    assert not engine.spin.misses, "it polled in vain, and only then went on"
 
 
 def test_handler_of_a_gone_descriptor_is_not_called(engine: Engine) -> None:

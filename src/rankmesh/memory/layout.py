@@ -248,10 +248,7 @@ class Later:
         """Raises UsageError for what is no memory, or cannot be written to. No view is made for that of arrays in one
         piece that hold no references, where they are only read."""
         self._sure = (
-            self._arrays
-            and not self._writes
-            and all(map(_is_contiguous, self._data))
-            and not any(dtype.hasobject for dtype in {*map(_dtype, self._data)})
+            self._arrays and not self._writes and all(map(_is_contiguous, self._data)) and not self._have_objects()
         )
         if not self._sure:
             self.make()
@@ -271,18 +268,16 @@ class Later:
         """Where all are contiguous buffers, in few steps."""
         try:
             views = [each.data if self._arrays else memoryview(each) for each in self._data]
-            if self._hold_references(views):
-                return None
+            if self._have_objects() if self._arrays else any("O" in each for each in {*map(_format, views)}):
+                return None  # or they may: `local` knows
             views = [view.cast("B") for view in views]
         except (TypeError, ValueError):  # strided, empty, foreign, or of a dtype without a format
             return None
         return None if self._writes and any(map(_is_readonly, views)) else views
 
-    def _hold_references(self, views: list[memoryview]) -> bool:
-        """Or may: `local` knows."""
-        if self._arrays:
-            return any(dtype.hasobject for dtype in {*map(_dtype, self._data)})
-        return any("O" in each for each in {*map(_format, views)})
+    def _have_objects(self) -> bool:
+        """Of arrays: some hold references."""
+        return any(dtype.hasobject for dtype in {*map(_dtype, self._data)})
 
     def __iter__(self) -> Iterator[memoryview]:
         if not self._sure:
