@@ -46,8 +46,13 @@ OVER_TCP = Plan("tcp", "all_reduce", LARGE, least=2, most=50)
 TENSORS = Plan("tensors", "all_reduce", LARGE, least=2, most=50)
 
 
+#: Of two ranks, those for which memory alone is measured too.
+BOUNDED = ("all_reduce", "broadcast", "all_gather", "all_to_all")
+
+
 def taking_part(plan: Plan) -> tuple[str, ...]:
-    return (OURS, MPI, GLOO, *([BOUND] if plan.measure == "all_reduce-2" and plan.nbytes == LARGE else []))
+    bounded = plan.command in BOUNDED and plan.ranks == 2 and plan.nbytes == LARGE
+    return (OURS, MPI, GLOO, *([BOUND] if bounded else []))
 
 
 #: By number of ranks: what, sizes, how many times a reference's time at most, the references. The bounds of two ranks
@@ -77,9 +82,9 @@ def targets() -> Iterator[Target]:
                     title = title if collective in COLLECTIVES else title.partition(", ")[2]
                     name = f"{collective}, {ranks} ranks, {title}"
                     yield Target(name, f"{collective}-{ranks}", PER_CALL, bound, OURS, references, sizes)
-    yield Target(
-        "all_reduce, 2 ranks, 64 MiB, beside memory alone", "all_reduce-2", PER_CALL, 1.5, OURS, (BOUND,), (LARGE,)
-    )
+    for collective in BOUNDED:
+        name = f"{collective}, 2 ranks, 64 MiB, beside memory alone"
+        yield Target(name, f"{collective}-2", PER_CALL, 1.5, OURS, (BOUND,), (LARGE,))
     yield Target("all_reduce over TCP, 64 MiB, beside a bare exchange", OVER_TCP.measure, BUS, 0.7, TCP, EXCHANGES)
     yield Target("all_reduce over TCP, 64 MiB, 2× gloo", OVER_TCP.measure, BUS, 2.0, TCP, (GLOO,))
     for half in HALVES:

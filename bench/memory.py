@@ -32,7 +32,7 @@ BUSY = Plan("busy", "busy", SMALL, least=100, most=20_000)
 BUSY_SPARSE = Plan("busy-sparse", "busy_sparse", SMALL, least=100, most=2_000)
 CROWD = Plan("crowd", "crowd", MIB, least=8, most=2_000)
 CROWD_RANKS = 1 + 16 + 16
-CROWDED = (TCP, REGISTERED)
+CROWDED = (TCP, REGISTERED, ALLOCATED)
 
 SMALL_PLANS = {"read": READ, "write": WRITE}
 LARGE_PLANS = {"read": LARGE_READ, "write": LARGE_WRITE}
@@ -109,7 +109,7 @@ BENCH = Bench(
                 crowd_title(name, CROWD_RANKS),
                 (crowd_title(name, PAIR_RANKS),),
             )
-            for title, name in (("over TCP", TCP), ("same host", REGISTERED))
+            for title, name in (("over TCP", TCP), ("same host", REGISTERED), ("same host, allocated", ALLOCATED))
         ),
         *(
             Target(f"4 KiB reads from a busy owner, {title}, {way}, p99", plan.measure, P99, 20_000.0, name)

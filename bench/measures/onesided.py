@@ -56,6 +56,8 @@ class OneSidedRank(MeetingRank):
         """A command of the measure's name: `measure` on all ranks but the owner, which does its own part meanwhile."""
 
         def command(nbytes: int, count: int) -> Reply:
+            if self.rank == OWNER:
+                self._owned()[STOP] = 0  # before they meet: who reads mapped memory may have finished before we begin
             self.meeting.exchange(None)
             if self.rank == OWNER:
                 said = self.meeting.exchange(owners() or {})
@@ -160,7 +162,7 @@ class OneSidedRank(MeetingRank):
     def _compute(self) -> Reply:
         """Until a one-sided write says that it is enough; how much of its core this thread had."""
         memory = self._owned().data
-        memory[STOP] = rounds = 0
+        rounds = 0
         began, used = time.perf_counter(), time.thread_time()
         while memory[STOP] == 0:
             rounds += 1

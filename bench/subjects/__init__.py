@@ -73,7 +73,7 @@ ENTRIES: dict[str, Entry] = {
         Entry("mpi-rma-tcp", "MPICH RMA, TCP only", "mpi_rma:Created", mpiexec=True, env=MPICH_TCP_ONLY),
         Entry("mpi-rma", "MPICH RMA, same host, Win.Create", "mpi_rma:Created", mpiexec=True),
         Entry("mpi-rma-allocated", "MPICH RMA, same host, Win.Allocate", "mpi_rma:Allocated", mpiexec=True),
-        Entry("memory-bound", "half of the bytes: copyto, add, copyto", "bounds:MemoryBound"),
+        Entry("memory-bound", "memory alone, both cores at once", "bounds:MemoryBound"),
         Entry("exchange-poll", "bare socket, both ways, polled", "bounds:PolledExchange"),
         Entry("exchange-threads", "bare socket, both ways, a thread sends", "bounds:ThreadedExchange"),
         Entry("rankmesh-collectives", "rankmesh", "rankmesh_collectives:SameHost"),

@@ -187,7 +187,7 @@ class Collectives(Subject):
 
 
 class AllReduceOnly(Collectives):
-    """A bound for one measure: what cannot be beaten has no other collectives."""
+    """A bound: what cannot be beaten has no collectives but those it is a bound for."""
 
     checked = False
 
@@ -207,7 +207,7 @@ class AllReduceOnly(Collectives):
         raise self._none()
 
     def _none(self) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} stands for an all_reduce and nothing else.")
+        return NotImplementedError(f"{type(self).__name__} is no bound for that.")
 
 
 class Trainer(Subject):

@@ -1,9 +1,10 @@
-"""What no all_reduce of two ranks can beat: memory alone, and the bytes of it over a bare socket."""
+"""What no collective of two ranks can beat: memory alone, and the bytes of an all_reduce over a bare socket."""
 
 from __future__ import annotations
 
 import select
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from subjects.sockets import check_open, connect_pair
 
 
 class MemoryBound(AllReduceOnly):
-    """Half of the bytes through two `np.copyto` and one `np.add`, in each of two processes at once: what a rank has to
-    fetch, to add and to bring back, if nobody had to be told of it."""
+    """What a rank has to copy and to add, in each of two processes at once, if nobody had to be told of it. Of an
+    all_reduce: half of the bytes fetched, added, and the other half brought back. Of all_gather and all_to_all: what it
+    gets, once. Of a broadcast: the same, by the one that is not the root."""
 
     def open(self, rank: int, size: int, port: int) -> None:
-        return None
+        self.rank = rank
 
     def close(self) -> None:
         return None
@@ -35,6 +37,15 @@ class MemoryBound(AllReduceOnly):
             np.copyto(theirs, own)
 
         return pass_through
+
+    def broadcast(self, buffer: Any) -> Transfer:
+        return partial(np.copyto, buffer, np.ones_like(buffer)) if self.rank else lambda: None
+
+    def all_gather(self, buffer: Any, out: Any) -> Transfer:
+        return partial(np.copyto, out, np.concatenate([buffer, buffer]))
+
+    def all_to_all(self, buffer: Any, out: Any) -> Transfer:
+        return partial(np.copyto, out, buffer)
 
 
 class Exchange(AllReduceOnly):
