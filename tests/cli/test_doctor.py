@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,25 @@ def test_missing_shared_memory_is_a_note(capsys: pytest.CaptureFixture[str], mon
     assert findings["limits", "shared memory"]["verdict"] == "note"
     assert "not implemented" in findings["limits", "shared memory"]["value"]
     assert "TCP" in findings["limits", "shared memory"]["advice"]
+
+
+def test_memory_of_other_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key = ("limits", "memory of other ranks")
+    monkeypatch.setattr(doctor, "YAMA", tmp_path / "ptrace_scope")
+    assert examine(capsys)[1][key]["value"] == "can be read"
+    doctor.YAMA.write_text("1\n")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    found = examine(capsys)[1][key]
+    assert found["verdict"] == "note"
+    assert "ptrace_scope is 1" in found["value"]
+    doctor.YAMA.write_text("0\n")
+    monkeypatch.setattr("rankmesh.transport.pulling._process_vm_readv", lambda: None)
+    found = examine(capsys)[1][key]
+    assert found["verdict"] == "note"
+    assert "process_vm_readv" in found["value"]
+    assert "a copy more" in found["advice"]
 
 
 def test_weakly_ordered_machines_are_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ does not get on."""
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import random
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes  # noqa: F401  # numpy's bfloat16
 import numpy as np
 import pytest
 
@@ -398,7 +400,7 @@ def _mixed(mesh: Mesh, seed: int) -> None:
     own_way = np.random.default_rng((seed, rank))  # some wait where others do not: one call goes different ways
     pending: list[tuple[Any, Any]] = []
     for turn in range(80):
-        part = int(rng.choice([0, 1, 5, 1000, 40_000, 150_000]))
+        part = int(rng.choice([0, 1, 5, 1000, 40_000, 150_000, 400_000], p=[0.16] * 6 + [0.04]))
         data = rng.integers(0, 100, (size, size, part)).astype(np.int64)
         waits = bool(own_way.integers(2))
         which = int(rng.integers(5))
@@ -422,7 +424,96 @@ def _mixed(mesh: Mesh, seed: int) -> None:
         assert np.array_equal(work.result(), wanted)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+def _now_and_then(mesh: Mesh, last: int) -> list[float]:
+    """Small calls as many apart as there are slots: the others go over messages, and say nothing on the stage. Rank
+    `last` is, so that it goes through them at once."""
+
+    def small() -> None:
+        if mesh.rank == last:
+            mesh.recv(bytearray(), source=1 - last)
+            assert mesh.all_reduce(np.ones(4))[0] == 2
+        else:
+            work = mesh.all_reduce(np.ones(4), async_op=True)
+            mesh.send(b"", to=last)
+            assert work.result()[0] == 2
+
+    found = []
+    mesh.barrier()
+    for count in (1, 4, 300_000):
+        for _ in range(3):
+            small()
+            for _ in range(stage.SLOTS - 1):
+                mesh.all_reduce(np.ones(4), algorithm="ring")
+        # the root stages, the other rank stages nothing
+        found.append(float(mesh.broadcast(np.full(count, 2.0 - mesh.rank))[-1]))
+    return found
+
+
+def _overlapping(mesh: Mesh, dtype: str) -> None:
+    """Small calls whose input and result share memory, each twice: the second knows of the first. Halves are reduced
+    block by block."""
+    size, rank, part = mesh.size, mesh.rank, 50_000
+    rows = (np.arange(size * size * part).reshape(size, size, part) % 100).astype(dtype)
+    memory = np.empty(2 * size * part, dtype)
+    for shift in (0, 1, 1000, part):
+        for _ in range(2):
+            given, out = memory[: size * part].reshape(size, part), memory[shift : shift + part]
+            given[:] = rows[rank]
+            assert np.array_equal(mesh.reduce_scatter(given, out=out), rows.sum(0)[rank])
+            given[:] = rows[rank]
+            wide = memory[shift : shift + size * part].reshape(size, part)
+            assert np.array_equal(mesh.all_to_all(given, out=wide), rows[:, rank])
+            memory[shift : shift + part] = rows[rank, 0]
+            assert np.array_equal(mesh.all_gather(memory[shift : shift + part], out=given), rows[:, 0])
+
+
+@pytest.mark.parametrize("size, dtype", [(2, "bfloat16"), (2, "int64"), (3, "float32")])
+def test_input_and_result_may_overlap(size: int, dtype: str) -> None:
+    run_ranks(size, _overlapping, CONFIG, (dtype,))
+
+
+def test_a_verb_may_be_the_outermost_call() -> None:
+    """Of a thread: nothing of the user's called it."""
+    run_ranks(2, _outermost, CONFIG)
+
+
+def _outermost(mesh: Mesh) -> None:
+    for _ in range(3):  # the last takes the short way
+        mesh.barrier()
+    before = mesh.sequence
+    _thread.start_new_thread(mesh.barrier, ())
+    wait_until(lambda: mesh.sequence > before, 10)
+    mesh.barrier()
+
+
+def _all_at_once(mesh: Mesh) -> float:
+    """The same where all ranks go through them at once: nobody gives up waiting for a word."""
+
+    def comes(stage: Any, its: memoryview, word: int, serial: int) -> bool:
+        wait_until(lambda: its[word] >= serial, 10)
+        return True
+
+    mesh.barrier()
+    stage.Stage.comes = comes  # type: ignore[method-assign, assignment]
+    stage.Stage.may_run = lambda _: True  # type: ignore[method-assign, assignment]
+    array = np.ones(4)
+    for _ in range(3):
+        mesh.all_reduce(array)
+        for _ in range(stage.SLOTS - 1):
+            mesh.all_reduce(np.ones(4), algorithm="ring")
+    return float(array[0])
+
+
+def test_all_ranks_are_done_with_a_slot_that_all_of_them_want() -> None:
+    assert run_ranks(2, _all_at_once, CONFIG) == [8.0] * 2
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_calls_with_others_between_them_that_are_not_on_the_stage(last: int) -> None:
+    assert run_ranks(2, _now_and_then, CONFIG, (last,)) == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_of_all_kinds_in_any_order(size: int) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     print("seed", seed)

@@ -13,90 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankmesh.collectives.calls import Signature
-from rankmesh.collectives.express import Express
+from rankmesh.collectives.express import FORMS, SlicedExpress, SmallExpress
 from rankmesh.collectives.passage import Passage, Recipe, steps
-from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED
+from rankmesh.collectives.stage import CHUNK_BITS, SLOTS, Way
 from rankmesh.collectives.staging import Case
+from stages import ROOM, MemoryStage, run, shared_by
 
 Array = np.ndarray[Any, Any]
-ROOM = 24
-
-
-class MemoryStage:
-    """A stage without processes: segments are arrays, and nobody sleeps."""
-
-    def __init__(self, rank: int, size: int, shared: list[Any]) -> None:
-        self.rank = rank
-        self._others = [q for q in range(size) if q != rank]
-        self.words: list[list[int]] = shared[0]
-        self._slots: list[list[Array]] = shared[1]
-        self._held = [0] * SLOTS
-        self.express: set[Express] = set()
-        self.looks = range(1)
-
-    def slots(self, dtype: np.dtype[Any]) -> list[list[Array]]:
-        return self._slots
-
-    def free(self, slot: int) -> bool:
-        return not self.behind(slot)
-
-    def held(self, slot: int) -> int:
-        return self._held[slot]
-
-    def behind(self, slot: int) -> list[int]:
-        return [q for q in self._others if self.words[q][DONE] < self._held[slot]]
-
-    def staged(self, slot: int, serial: int, digest: int) -> None:
-        self._held[slot] = serial
-        self._say(STAGED[slot], serial, digest)
-
-    def combined(self, slot: int, serial: int, digest: int) -> None:
-        self._say(COMBINED[slot], serial, digest)
-
-    def _say(self, word: int, serial: int, digest: int) -> None:
-        self.words[self.rank][word : word + 2] = [serial, digest]
-
-    def done(self, serial: int) -> None:
-        self.words[self.rank][DONE] = max(serial, self.words[self.rank][DONE])
-
-    def give_up(self, sequence: int) -> None:
-        self.done((sequence + 2 << CHUNK_BITS) - 1)
-
-
-def shared_by(size: int) -> list[Any]:
-    slots = [[np.full(ROOM, -1, np.int64) for _ in range(SLOTS)] for _ in range(size)]
-    return [[[0] * 512 for _ in range(size)], slots]
-
-
-def run(calls: list[list[Callable[[], Passage]]], rng: np.random.Generator) -> None:
-    """Every rank takes its calls in order; who is stuck is passed over."""
-    at = [0] * len(calls)
-    under_way: dict[int, Passage] = {}
-    stuck: set[int] = set()
-    while any(at[rank] < len(calls[rank]) for rank in range(len(calls))):
-        able = [rank for rank in range(len(calls)) if at[rank] < len(calls[rank]) and rank not in stuck]
-        assert able, "all wait for each other"
-        rank = int(rng.choice(able))
-        passage = under_way.get(rank)
-        if passage is None:
-            under_way[rank] = calls[rank][at[rank]]()
-            stuck.clear()
-        elif passage.ended:
-            at[rank] += 1
-            del under_way[rank]
-        elif passage.may_step():
-            passage.step()
-            stuck.clear()
-        else:
-            assert passage.awaited() != []
-            stuck.add(rank)
 
 
 def begun(stage: Any, recipe: Recipe, sequence: int, source: Array, target: Array, by_express: bool) -> Passage:
     """A call that may have gone by express, as far as that took it."""
     taken = 0
-    if by_express and Express.serves(recipe.steps):
-        express = Express(stage, recipe.steps, recipe.digest, recipe.apply, source.dtype)
+    form = next((form for form in FORMS if form.serves(recipe.steps)), None)
+    if by_express and form is not None:
+        express = form(stage, recipe.steps, recipe.digest, recipe.apply, source, target)
         taken = express.run(sequence, source, target)
         assert taken <= express.steps
     return Passage(stage, recipe, sequence, source, target, taken)
@@ -148,7 +79,7 @@ def test_any_sequence_of_calls_in_any_order_of_steps(
     root %= size
     shared = shared_by(size)
     stages = [MemoryStage(rank, size, shared) for rank in range(size)]
-    passages: list[list[Callable[[], Passage]]] = [[] for _ in range(size)]
+    passages: list[list[Callable[[], Way]]] = [[] for _ in range(size)]
     expected = []
     for sequence, (name, part) in enumerate(calls):
         source, target, wanted = arrays(name, rng.integers(0, 1000, (size, size, part)), root)
@@ -182,17 +113,66 @@ def test_a_barrier_waits_for_all() -> None:
     assert first.ended
 
 
+def test_calls_that_wait_twice_go_by_express() -> None:
+    """Each goes as far as the others let it: their slices, then what they have combined."""
+    stages: list[Any] = [MemoryStage(rank, 2, shared) for shared in [shared_by(2)] for rank in range(2)]
+    source, target, wanted = arrays("all_reduce slices", np.arange(24).reshape(2, 2, 6), 0)
+    order = [steps("all_reduce slices", Case(rank, 2, 0, 6, ROOM)) for rank in range(2)]
+    assert all(map(SlicedExpress.serves, order))
+    assert not any(map(SmallExpress.serves, order))
+    express = [SlicedExpress(stages[r], order[r], 1, np.add, source[r], target[r]) for r in range(2)]
+    assert express[0].run(0, source[0], target[0]) == 1, "the other has not come"
+    assert express[1].run(0, source[1], target[1]) == 2, "the other has not combined"
+    first, second = (
+        Passage(
+            stages[rank], Recipe(Signature("all_reduce"), 1, order[rank], np.add), 0, source[rank], target[rank], taken
+        )
+        for rank, taken in ((0, 1), (1, 2))
+    )
+    while not first.ended:
+        assert first.step()
+    assert second.step()
+    assert second.ended
+    for rank in range(2):
+        assert np.array_equal(target[rank], wanted[rank])  # type: ignore[arg-type]
+
+
+def test_who_leaves_it_to_a_later_word_to_be_done_says_so_before_it_waits() -> None:
+    """Two calls that are as far apart as there are slots, with none on the stage between them: both ranks have read
+    the first, and want its slot."""
+    stages: list[Any] = [MemoryStage(rank, 2, shared) for shared in [shared_by(2)] for rank in range(2)]
+    ones = [np.ones(4, np.int64) for _ in range(2)]
+    order = [steps("all_reduce whole", Case(rank, 2, 0, 4, ROOM)) for rank in range(2)]
+    for sequence in (0, SLOTS, 2 * SLOTS):
+        ways = [
+            [
+                partial(
+                    begun,
+                    stages[r],
+                    Recipe(Signature("all_reduce"), 1, order[r], np.add),
+                    sequence,
+                    ones[r],
+                    ones[r],
+                    True,
+                )
+            ]
+            for r in range(2)
+        ]
+        run(ways, np.random.default_rng(sequence))  # type: ignore[arg-type]
+    assert all(np.all(array == 8) for array in ones)
+
+
 @pytest.mark.parametrize("name", ["all_reduce whole", "broadcast", "all_gather", "all_to_all", "reduce_scatter"])
 def test_small_calls_go_by_express(name: str) -> None:
     """The last to come takes all steps at once; a late one, a full slot or a call that differs leaves the rest."""
     stages = [MemoryStage(rank, 2, shared) for shared in [shared_by(2)] for rank in range(2)]
     small, large = ([steps(name, Case(rank, 2, 0, part, ROOM)) for rank in range(2)] for part in (1, 3 * ROOM))
-    assert all(map(Express.serves, small))
-    assert not any(map(Express.serves, large))
+    assert all(map(SmallExpress.serves, small))
+    assert not any(map(SmallExpress.serves, large))
     source, target, wanted = arrays(name, np.arange(4).reshape(2, 2, 1), 0)
 
     def go(rank: int, sequence: int, digest: int = 1) -> int:
-        express = Express(stages[rank], small[rank], digest, np.add, source[rank].dtype)  # type: ignore[arg-type]
+        express = SmallExpress(stages[rank], small[rank], digest, np.add, source[rank], target[rank])  # type: ignore[arg-type]
         return express.steps - express.run(sequence, source[rank], target[rank])
 
     assert go(0, 0) == (0 if name == "broadcast" else 1), "the root need not wait"

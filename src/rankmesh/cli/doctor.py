@@ -7,6 +7,7 @@ broken: then ranks cannot work here, and the exit code is 1.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -29,11 +30,14 @@ from rankmesh.membership.schemes import SCHEMES
 from rankmesh.transport import segment, shm
 from rankmesh.transport.address import Address
 from rankmesh.transport.place import Place
+from rankmesh.transport.pulling import Puller
 
 Verdict = Literal["ok", "note", "broken"]
 
 #: A rank keeps one connection per peer, and libraries open files of their own.
 FEW_FILES: Final = 1024
+#: Whom a user's processes may trace: above 0, and without that right, only their descendants.
+YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 #: (package, whether rankmesh needs it)
 PACKAGES: Final = (
     ("rankmesh", True),
@@ -181,6 +185,7 @@ def _limits(_: argparse.Namespace) -> list[Finding]:
         files,
         Finding("limits", "threads and processes", f"{threads} (this user), {_pids_limit()} (cgroup)"),
         _shared_memory(),
+        _pulling(),
     ]
 
 
@@ -203,6 +208,21 @@ def _shared_memory() -> Finding:
     shared.close()
     os.close(fd)
     return Finding("limits", "shared memory", f"works, for uid {place.user} in network namespace {place.network}")
+
+
+def _pulling() -> Finding:
+    """Whether ranks of this host may read each other's memory, which spares large collectives a copy."""
+    name, advice = "memory of other ranks", "Large collectives inside this host take a copy more."
+    try:
+        scope = int(YAMA.read_text())
+    except (OSError, ValueError):
+        scope = 0
+    if scope > 0 and os.geteuid() > 0:
+        return Finding("limits", name, f"cannot be read ({YAMA} is {scope})", "note", advice)
+    word = ctypes.c_uint64(os.getpid())
+    if not Puller(os.getpid()).finds(ctypes.addressof(word), word.value):
+        return Finding("limits", name, "cannot be read (process_vm_readv is not allowed here)", "note", advice)
+    return Finding("limits", name, "can be read")
 
 
 def _packages(_: argparse.Namespace) -> list[Finding]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from rankmesh.collectives.calls import Call, Signature
+from rankmesh.collectives.calls import Call, CallLog, Signature, digest
 from rankmesh.collectives.founding import Founded, Founding, Offer, Prepare
 from rankmesh.collectives.running import Collective
 from rankmesh.collectives.staged import StagedCollective
@@ -58,8 +58,6 @@ GRACE: Final = 0.2
 ASK_ALL: Final = 64
 #: Words about stages of groups that are not made here yet.
 EARLY: Final = 1024
-#: Calls that a group remembers: others may be that far behind.
-REMEMBERED: Final = 1024
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
@@ -143,30 +141,20 @@ class GroupContext:
         self.places = [agent.places[router.index] for router in routers]
         self.founding = Founding(self, agent.request)
         self.under_way: dict[int, Collective] = {}
-        self._calls: dict[int, Call] = {}
-        self._sequence = 0
+        self.log = CallLog()
         #: Why there can be no more collectives: what each rank called, or a member that was lost.
         self._desync: dict[int, str] | None = None
         self._lost: PeerRouter | None = None
         self._closed = ""
-        self._unusable = False
+        self.unusable = False
 
-    @property
-    def sequence(self) -> int:
-        """The number of the next call."""
-        return self._sequence
+    def next_call(self, signature: Signature) -> Call:
+        if self.unusable or self.hub.closed:
+            self.refuse(signature)
+        return self.log[self.log.note(signature, digest(signature), 3)]
 
-    def next_call(self, signature: Signature, known: int | None = None, depth: int = 1) -> Call:
-        """The next sequence number is this call's. See Call for the rest."""
-        if self._unusable or self.hub.closed:
-            self._refuse(signature)
-        sequence = self._sequence
-        self._sequence = sequence + 1
-        call = self._calls[sequence] = Call(sequence, signature, known, depth + 1)
-        self._calls.pop(sequence - REMEMBERED, None)
-        return call
-
-    def _refuse(self, signature: Signature) -> None:
+    def refuse(self, signature: Signature) -> None:
+        """The group is unusable, or the endpoint closed: raise what says why."""
         self.hub.check_open()
         if self._closed:
             raise ClosedError(self._closed)
@@ -189,13 +177,15 @@ class GroupContext:
 
     def answer(self, ask: Ask) -> Answer:
         """What this rank has to say of that sequence number."""
-        call = self._calls.get(ask.sequence)
-        if call is None and ask.sequence < self._sequence:
-            return Answer("same", "has long been through it")
-        if call is None:
-            last = next(reversed(self._calls.values()), None)
+        log = self.log
+        if ask.sequence >= log.count:
+            last = log[log.count - 1] if log.count else None
             where = "no collective yet" if last is None else f"last in {last}, {monotonic() - last.when:.1f} s ago"
             return Answer("absent", plain(f"has not called it: {where}"))
+        try:
+            call = log[ask.sequence]
+        except KeyError:
+            return Answer("same", "has long been through it")
         if call.digest != ask.digest:
             return Answer("other", plain(str(call)))
         if call.given_up:
@@ -248,7 +238,7 @@ class GroupContext:
         if self._desync is not None:
             return
         self._desync = calls
-        self._unusable = True
+        self.unusable = True
         for router in tell:
             if router is not self.routers[self.rank] and not router.gone:
                 self.agent.request(router, Tell(self.number, calls), optional=True)
@@ -258,13 +248,13 @@ class GroupContext:
     def member_lost(self, router: PeerRouter) -> None:
         if router.index in self.indices:
             self._lost = self._lost or router
-            self._unusable = True
+            self.unusable = True
             for collective in list(self.under_way.values()):
                 collective.stop(router.lost_error(collective.op, None))
 
     def close(self, reason: str) -> None:
         self._closed = reason
-        self._unusable = True
+        self.unusable = True
         for collective in list(self.under_way.values()):
             collective.stop(ClosedError(reason))
         self.founding.close()
@@ -276,7 +266,7 @@ class GroupContext:
         elif isinstance(word, Offer):
             self.founding.offered(rank, word)
         else:
-            self.founding.founded(rank, word.reason)
+            self.founding.founded(rank, word.reason, word.pulls)
 
 
 def _desync_error(calls: dict[int, str]) -> DesyncError:

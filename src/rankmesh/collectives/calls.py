@@ -12,7 +12,7 @@ import os
 import sys
 from functools import lru_cache
 from time import monotonic
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Final, NamedTuple
 from zlib import crc32
 
@@ -20,6 +20,8 @@ from zlib import crc32
 _FIRST_TAG: Final = -1024
 _DIGEST_BITS: Final = 22
 _SEQUENCE_BITS: Final = 39
+#: Calls that a group remembers: others may be that far behind.
+REMEMBERED: Final = 1024
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTS: Final = os.path.join(_PACKAGE, "testing") + os.sep
 #: Folders whose code is not a user's.
@@ -56,16 +58,15 @@ class Call:
 
     __slots__ = ("_code", "_instruction", "digest", "given_up", "sequence", "signature", "when")
 
-    def __init__(self, sequence: int, signature: Signature, known: int | None = None, depth: int = 1) -> None:
-        """`known`: the signature's digest. `depth`: how many frames up rankmesh's own code is sure to go."""
+    def __init__(
+        self, sequence: int, signature: Signature, digest: int, code: CodeType, instruction: int, when: float
+    ) -> None:
+        """`instruction` of `code` called it: its line is looked up when somebody asks."""
         self.sequence = sequence
         self.signature = signature
-        self.digest = digest(signature) if known is None else known
-        frame = sys._getframe(depth)
-        if frame.f_code.co_filename.startswith(_passed_over):  # seldom: `depth` is right for most calls
-            frame = _users_frame(frame)
-        self._code, self._instruction = frame.f_code, frame.f_lasti  # its line is looked up when somebody asks
-        self.when = monotonic()
+        self.digest = digest
+        self._code, self._instruction = code, instruction
+        self.when = when
         #: Why this rank does not go on with it; empty while it does.
         self.given_up = ""
 
@@ -82,6 +83,43 @@ class Call:
         about = str(self.signature)
         place = f"{os.path.basename(self._code.co_filename)}:{self.line}"
         return f"{self.signature.collective} #{self.sequence}{f' ({about})' if about else ''} at {place}"
+
+
+class CallLog:
+    """The calls of a group on one rank, in their order, as far back as others may ask. A call is kept as what makes a
+    Call of it: most are never asked about."""
+
+    __slots__ = ("_calls", "count")
+
+    def __init__(self) -> None:
+        #: How many there were: the number of the next one.
+        self.count = 0
+        self._calls: list[Call | tuple[int, Signature, int, CodeType, int, float] | None] = [None] * REMEMBERED
+
+    def note(self, signature: Signature, digest: int, depth: int) -> int:
+        """The next sequence number is this call's. `depth`: how many frames up rankmesh's own code is sure to go."""
+        try:
+            frame = sys._getframe(depth)
+        except ValueError:  # a thread, or the end of the program, calls it without anything between
+            frame = sys._getframe(1)
+        sequence = self.count
+        self.count = sequence + 1
+        code = frame.f_code
+        if code.co_filename.startswith(_passed_over):  # seldom: `depth` is right for most calls
+            frame = _users_frame(frame)
+            code = frame.f_code
+        self._calls[sequence % REMEMBERED] = (sequence, signature, digest, code, frame.f_lasti, monotonic())
+        return sequence
+
+    def __getitem__(self, sequence: int) -> Call:
+        """KeyError: there was none, or it is long past."""
+        call = self._calls[sequence % REMEMBERED]
+        if isinstance(call, tuple):
+            call = Call(*call)
+            self._calls[sequence % REMEMBERED] = call
+        if call is None or call.sequence != sequence:
+            raise KeyError(sequence)
+        return call
 
 
 def _users_frame(frame: FrameType) -> FrameType:

@@ -3,11 +3,12 @@ could use one is called, on whichever rank that is.
 
     Prepare   to all others, which makes a connection to each; whoever gets one founds too
     Offer     the answer to Prepare: this rank's segment, which was passed over the connection before
-    Founded   to all others, once: whether this rank has mapped the segments of all
+    Founded   to all others, once: whether this rank has mapped the segments of all, and can read the others' memory
 
-There is a stage if all ranks say so. One that cannot (another container, no memory, shm switched off) says no, to all:
-so all come to the same end, and collectives called meanwhile begin then, with or without it. Who leaves says nothing
-more, unless it has said yes; who has left without a word has said no.
+There is a stage if all ranks say so, and large arrays are pulled on it (pulling.py) if all can. One that cannot
+(another container, no memory, shm switched off) says no, to all: so all come to the same end, and collectives called
+meanwhile begin then, with or without it. Who leaves says nothing more, unless it has said yes; who has left without a
+word has said no.
 
 Methods need the engine's lock.
 """
@@ -23,6 +24,7 @@ import msgspec
 
 from rankmesh.collectives import stage
 from rankmesh.endpoint.router import PeerRouter
+from rankmesh.transport.pulling import Puller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +55,7 @@ class Founded(msgspec.Struct, tag="founded", frozen=True):
     group: int
     #: Why not; empty if all is well.
     reason: str
+    pulls: bool = False
 
     def __post_init__(self) -> None:
         if len(self.reason) > 200 or not self.reason.isprintable():
@@ -90,8 +93,11 @@ class Founding:
         self.reason = ""
         self._segments: dict[int, memoryview] = {}
         self._fd = -1
-        #: What each rank said in the end.
+        self._probe: stage.Probe | None = None
+        self._pullers: dict[int, Puller] = {}
+        #: What each rank said in the end, and those who can pull.
         self._said: dict[int, str] = {}
+        self._pulling: set[int] = set()
         self._waiting: list[StagedCollective] = []
         if len(group.routers) == 1:
             self._without("the group has one rank")
@@ -166,12 +172,17 @@ class Founding:
             self._say(f"the memory of {router.peer} cannot be mapped")
             return
         self._segments[rank] = memory
+        puller = stage.puller_of(memory, polled.process) if self._group.hub.config.pull and polled is not None else None
+        if puller is not None:
+            self._pullers[rank] = puller
         if len(self._segments) == len(self._group.routers):
             self._say("")
 
-    def founded(self, rank: int, reason: str) -> None:
+    def founded(self, rank: int, reason: str, pulls: bool = False) -> None:
         if self.state is State.UNTRIED:
             self._found()
+        if pulls:
+            self._pulling.add(rank)
         self._said.setdefault(rank, reason)
         self._resolve()
 
@@ -189,6 +200,7 @@ class Founding:
             self._say(f"there is no memory to be shared: {error.strerror}")
             return
         self._segments[group.rank] = memory
+        self._probe = stage.Probe(memory)
         for _, router in self._others():
             self._send(router, Prepare(group.number))
 
@@ -207,8 +219,11 @@ class Founding:
         """Once."""
         if self._group.rank not in self._said:
             self._said[self._group.rank] = reason
+            pulls = len(self._pullers) == len(self._group.routers) - 1
+            if pulls:
+                self._pulling.add(self._group.rank)
             for _, router in self._others():
-                self._send(router, Founded(self._group.number, reason[:200]))
+                self._send(router, Founded(self._group.number, reason[:200], pulls))
             self._resolve()
 
     def _send(self, router: Router, word: Prepare | Offer | Founded) -> None:
@@ -238,7 +253,8 @@ class Founding:
     def _with(self) -> None:
         group = self._group
         segments = [self._segments.pop(rank) for rank in range(len(group.routers))]
-        self.stage = stage.Stage(group.hub.engine, ~group.number, group.rank, group.routers, segments)
+        pullers = {**self._pullers, group.rank: Puller(os.getpid())} if len(self._pulling) == len(segments) else {}
+        self.stage = stage.Stage(group.hub.engine, ~group.number, group.rank, group.routers, segments, pullers)
         self._end(State.STAGE)
 
     def _without(self, reason: str) -> None:
@@ -248,6 +264,7 @@ class Founding:
 
     def _end(self, state: State) -> None:
         self.state = state
+        self._probe = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
+from rankmesh.buffers import copy
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.kinds import Array, Operation
-from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED, Stage
+from rankmesh.collectives.pulling import Act, PulledPassage, Pulling
+from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED, Stage, Way
 from rankmesh.collectives.staging import Case, Chunk, chunks
-
-if TYPE_CHECKING:
-    from rankmesh.collectives.express import Express
 
 STAGE: Final = 0
 COMBINE: Final = 1
@@ -31,15 +30,52 @@ class Step(NamedTuple):
     words: tuple[int, ...]
 
 
+class Express(Protocol):
+    """Takes the steps of a recipe's calls, written out, as long as nobody is late (express.py, pulling.py)."""
+
+    #: How many there are.
+    steps: int
+
+    def run(self, sequence: int, source: Array, target: Array) -> int:
+        """How many steps were taken."""
+        ...
+
+    def close(self) -> None:
+        """The stage is no more: let go of its memory."""
+
+
 class Recipe(NamedTuple):
     """What calls that are alike share. `apply` reduces, where anything is reduced; `express` serves them while nobody
-    is late."""
+    is late; source and target `may_overlap` as they like. `acts`: how they are pulled instead, where that can be
+    (pulling.py)."""
 
     signature: Signature
     digest: int
     steps: tuple[Step, ...]
     apply: Operation | None = None
     express: Express | None = None
+    may_overlap: bool = False
+    acts: tuple[Act, ...] = ()
+
+    def passage(self, stage: Stage, sequence: int, source: Array, target: Array, taken: int = 0) -> Way:
+        """A call's way. `taken`: so many steps were taken before."""
+        if self._pulled(stage):
+            pulling = self.express
+            if not isinstance(pulling, Pulling):
+                pulling = Pulling(stage, self.acts, self.digest, self.apply, source)
+            return PulledPassage(pulling, sequence, source, target, taken)
+        return Passage(stage, self, sequence, source, target, taken)
+
+    def give_up(self, stage: Stage | None, sequence: int) -> None:
+        """A call of which there is no Passage."""
+        if stage is None:
+            return
+        if self._pulled(stage):
+            stage.withdraw(sequence)
+        stage.give_up(sequence)
+
+    def _pulled(self, stage: Stage) -> bool:
+        return bool(self.acts and stage.pullers)
 
 
 @lru_cache(maxsize=1024)
@@ -78,13 +114,15 @@ class Passage:
     ) -> None:
         """`taken`: so many steps were taken before."""
         self._stage = stage
-        _, self._digest, self._steps, self._apply, _ = recipe
+        _, self._digest, self._steps, self._apply, *_ = recipe
         self._at = taken
         self._sequence = sequence
         self._serial = sequence + 1 << CHUNK_BITS  # no serial is 0, which all words are at first
         self._source = source
         self._target = target
         self._slots = stage.slots(source.dtype)
+        if self._steps[0].what != STAGE:
+            stage.done(stage.through)
 
     @property
     def ended(self) -> bool:
@@ -118,7 +156,7 @@ class Passage:
             stage.staged(slot, serial, digest)
             if chunk.keep is not None:
                 start, stop, at = chunk.keep
-                self._target[at : at + stop - start] = self._source[start:stop]
+                copy(self._target[at : at + stop - start], self._source[start:stop])
             return True
         word, said = words[slot], stage.words
         for rank in ranks:

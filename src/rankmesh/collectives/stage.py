@@ -2,7 +2,7 @@
 
 Each rank has a segment that it writes and the others only read (it is sealed against their writing):
 
-    page 0    words, each kind on a cache line of its own: SLEEP and WANT; DONE; and for each slot STAGED and COMBINED
+    page 0    words, each kind on a cache line of its own: SLEEP and WANT; DONE; STAGED and COMBINED by slot; PROBE
     page 1 …  SLOTS slots of SLOT_BYTES, from the middle of the page on
 
 Rules:
@@ -12,7 +12,9 @@ Rules:
 2. Calls that differ have different digests, so their words never match, and they stall like calls whose messages do
    not match; agent.py finds out why.
 3. DONE says up to which serial a rank no longer reads anybody's slots. A slot is written again when all are done with
-   what it held. A rank that gives a call up is done with all of it.
+   what it held. A rank that gives a call up is done with all of it. A rank that has staged in a small call leaves it to
+   its next word to say that it is done with that call (`through`), and says so before it waits for a slot itself, or
+   takes part in a call in which it stages nothing.
 4. Who is about to sleep writes into WANT which word it waits for, up to which serial and of whom, makes SLEEP odd, and
    looks again. Who has written a word looks at SLEEP, with a full barrier between the two on both sides, and rings the
    sleeper once, if all that it waits for is there: of several who could, the last one does.
@@ -24,9 +26,11 @@ Rules:
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import sched_getaffinity, sched_yield
 from threading import get_ident
 from time import monotonic, perf_counter
@@ -40,11 +44,11 @@ from rankmesh.config import KIB
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.timers import Timer
 from rankmesh.endpoint.waiting import Look, Waited
+from rankmesh.transport.pulling import Puller
 from rankmesh.transport.segment import anonymous
 
 if TYPE_CHECKING:
-    from rankmesh.collectives.express import Express
-    from rankmesh.collectives.passage import Passage
+    from rankmesh.collectives.passage import Express
     from rankmesh.collectives.staged import StagedCollective
     from rankmesh.endpoint.progress import Engine
     from rankmesh.endpoint.requests import Lone
@@ -59,13 +63,15 @@ _SLOTS_AT: Final = PAGE + MID_PAGE
 STAGE_BYTES: Final = _SLOTS_AT + SLOTS * SLOT_BYTES
 #: Elements are not larger, so that a slot holds many.
 MOST_ITEM_BYTES: Final = 4096
-#: Words: where each kind is. The second word of STAGED and COMBINED is the digest. WANT is three: the index of a word,
-#: a serial, and ranks, a bit for each (none: whatever comes).
+#: Words: where each kind is. The second word of STAGED and COMBINED is the digest; the third and fourth of STAGED say
+#: where arrays lie that are pulled. WANT is three: the index of a word, a serial, and ranks, a bit for each (none:
+#: whatever comes). PROBE is two: where a word of this process's own lies, and what it is.
 SLEEP: Final = 0
 WANT: Final = 1
 DONE: Final = 8
 STAGED: Final = tuple(16 + 16 * slot for slot in range(SLOTS))
 COMBINED: Final = tuple(24 + 16 * slot for slot in range(SLOTS))
+PROBE: Final = 16 + 16 * SLOTS
 #: A serial number has so many bits for the chunk.
 CHUNK_BITS: Final = 20
 #: A word has a bit for each; of more, whatever comes wakes.
@@ -74,7 +80,11 @@ _WORDS: Final = PAGE // 8
 #: Looks without a pause, by how well that lately went; then others run in between, for so many times Config.spin.
 _LOOKS: Final = tuple(range(count) for count in (1, 20, 100, 400))
 _YIELDS: Final = range(16)
+#: How often a small call lets others run before it is left to a Passage.
+_TURNS: Final = range(8)
 _PATIENCE: Final = 10
+#: Seconds for which a call goes on where nobody waits for it here, before others, and its asynchronous caller, do.
+_TURN: Final = 0.001
 #: Seconds for which calls may be postponed.
 _POSTPONED: Final = 1.0
 #: Seconds in sched_yield that say that others wanted the core.
@@ -85,11 +95,49 @@ class Stepping(Protocol):
     def may_step(self) -> bool: ...
 
 
+class Way(Stepping, Protocol):
+    """How a call passes over the stage: Passage, PulledPassage."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    def step(self) -> bool:
+        """Take the next step, if there is what it waits for."""
+        ...
+
+    def wanted(self) -> tuple[int, int, Sequence[int]]:
+        """What the next step waits for: a word, up to which serial, of these ranks (none: of nobody)."""
+        ...
+
+    def awaited(self) -> list[int]:
+        """Ranks whose word the next step waits for."""
+        ...
+
+    def give_up(self) -> None: ...
+
+
 def create() -> tuple[memoryview, int]:
     """This rank's segment and its descriptor, which is the caller's to pass on and close. Raises OSError where there
     is no such memory."""
     memory, fd = anonymous("rankmesh-stage", STAGE_BYTES, others_write=False)
     return memoryview(memory), fd
+
+
+class Probe:
+    """A word in this process's own memory, of which its segment tells: who can read it can pull."""
+
+    def __init__(self, segment: memoryview) -> None:
+        self._word = ctypes.c_uint64.from_buffer_copy(os.urandom(8))
+        with segment[:PAGE] as page, page.cast("Q") as words:
+            words[PROBE], words[PROBE + 1] = ctypes.addressof(self._word), self._word.value
+
+
+def puller_of(segment: memoryview, process: int) -> Puller | None:
+    """For that process, whose segment this is. None: its memory cannot be read."""
+    with segment[:PAGE] as page, page.cast("Q") as words:
+        address, value = words[PROBE], words[PROBE + 1]
+    puller = Puller(process)
+    return puller if process > 0 and puller.finds(address, value) else None
 
 
 class Stage:
@@ -100,11 +148,21 @@ class Stage:
     patience = 0
 
     def __init__(
-        self, engine: Engine, key: int, rank: int, routers: Sequence[Router], segments: list[memoryview]
+        self,
+        engine: Engine,
+        key: int,
+        rank: int,
+        routers: Sequence[Router],
+        segments: list[memoryview],
+        pullers: Mapping[int, Puller],
     ) -> None:
+        """`pullers`: by rank, of all, this one's own included; or of none."""
         self._engine = engine
+        #: Threads that wait for the engine's lock.
+        self.contenders = engine.contenders
         self._key = key
         self.rank = rank
+        self.pullers = pullers
         self._segments = segments
         #: By rank.
         self.words = [segment[:PAGE].cast("Q") for segment in segments]
@@ -116,11 +174,17 @@ class Stage:
         self._arrays: dict[np.dtype[Any], list[list[Array]]] = {}
         self._fence = threading.Lock()
         self._rung = [0] * len(segments)
+        #: Up to which serial this rank is done, said or not.
+        self.through = 0
         self._looks = 1
         #: The serial that each of this rank's slots holds, and up to which all are known to be done.
         self._held = [0] * SLOTS
         self._all_done = 0
         self.queue: deque[StagedCollective] = deque()
+        #: This is in the engine's backlog.
+        self._backlogged = False
+        #: Calls behind the first that were given up.
+        self._given_up: list[int] = []
         #: Background threads would take the cores from those who compute.
         self.crowded = len(segments) >= len(sched_getaffinity(0))
         #: Ends it, while anything is postponed.
@@ -161,6 +225,8 @@ class Stage:
         if held <= self._all_done:
             return True
         self._all_done = done = min([words[DONE] for words in self._theirs])
+        if held > done:
+            self.done(self.through)  # they may wait for the same
         return held <= done
 
     def held(self, slot: int) -> int:
@@ -176,24 +242,49 @@ class Stage:
         self._held[slot] = serial
         self._say(STAGED[slot], serial, digest)
 
+    def publish(self, slot: int, serial: int, digest: int, source: int, target: int) -> None:
+        """Instead of the slot: a call's arrays lie at these addresses."""
+        word = STAGED[slot]
+        self._own[word + 2], self._own[word + 3] = source, target
+        self.staged(slot, serial, digest)
+
+    def withdraw(self, sequence: int) -> None:
+        """They are not to be read any more."""
+        for word in (STAGED[sequence % SLOTS], COMBINED[sequence % SLOTS]):
+            if self._own[word] == sequence + 1 << CHUNK_BITS:
+                self._own[word] = 0
+
     def combined(self, slot: int, serial: int, digest: int) -> None:
         self._say(COMBINED[slot], serial, digest)
 
     def _say(self, word: int, serial: int, digest: int) -> None:
         own = self._own
+        own[DONE] = self.through
         own[word + 1] = digest
         own[word] = serial
-        self._wake()
+        fence = self._fence  # as in _wake, for its speed
+        fence.acquire()
+        fence.release()
+        for words in self._theirs:
+            if words[SLEEP] & 1:
+                self._ring()
+                return
 
     def done(self, serial: int) -> None:
         """Nothing up to this serial is read here any more."""
+        if serial > self.through:
+            self.through = serial
         if serial > self._own[DONE]:
-            self._own[DONE] = serial
+            self._own[DONE] = self.through
             self._wake()
 
     def give_up(self, sequence: int) -> None:
-        """This rank reads nothing of that call any more."""
-        self.done((sequence + 2 << CHUNK_BITS) - 1)
+        """This rank reads nothing of that call any more. Where calls before it are under way, that is said when they
+        have ended."""
+        if self.queue and self.queue[0].call.sequence < sequence:
+            self._given_up.append(sequence)
+        else:
+            self.done((sequence + 2 << CHUNK_BITS) - 1)
 
     def _wake(self) -> None:
         fence = self._fence
@@ -229,13 +320,27 @@ class Stage:
         """It has ended, well or badly."""
         first = self.queue[0] is call
         self.queue.remove(call)
+        for sequence in self._given_up[:]:
+            if not self.queue or sequence < self.queue[0].call.sequence:
+                self._given_up.remove(sequence)
+                self.give_up(sequence)
         if not self.queue:
             self._engine.looks.pop(self._key, None)
         elif first:
-            self._engine.backlog.append(self)
+            self.go_on_soon()
+
+    def go_on_soon(self) -> None:
+        """The first call has something to do: whoever leads goes on with it, and others come before."""
+        engine = self._engine
+        if not self._backlogged:
+            self._backlogged = True
+            engine.backlog.append(self)
+            if engine.leader is not None and engine.leading_thread != get_ident():  # it may sleep
+                engine.waker.release()
 
     def work_off(self) -> None:
-        """From the engine's backlog: the next call is the first now."""
+        """From the engine's backlog."""
+        self._backlogged = False
         if self.queue:
             self._go_on()
 
@@ -246,7 +351,7 @@ class Stage:
 
     def _go_on(self) -> None:
         first, engine = self.queue[0], self._engine
-        while not (first.step() or first.forsaken()):
+        while not (first.step(_TURN) or first.forsaken()):
             engine.looks.setdefault(self._key, Look(self.ready, self.arm, self.serve))
             asleep = engine.leader is not None and engine.leading_thread != get_ident()
             if not (asleep and self.arm()):  # whoever leads sleeps, and knows nothing of this yet
@@ -288,12 +393,21 @@ class Stage:
         self._awake()
         return True
 
-    @property
-    def looks(self) -> range:
-        """As many as it pays to look for somebody's word without a pause."""
-        return _LOOKS[self._looks]
+    def comes(self, its: memoryview, word: int, serial: int) -> bool:
+        """Whether somebody's word comes within a moment."""
+        for _ in _LOOKS[self._looks]:
+            if its[word] >= serial:
+                return True
+        if not self._looks:  # others want this core: perhaps the one who is to say it
+            for _ in _TURNS:
+                if self.contenders:
+                    break
+                sched_yield()
+                if its[word] >= serial:
+                    return True
+        return False
 
-    def run(self, passage: Passage) -> bool:
+    def run(self, passage: Way) -> bool:
         """Take a call's steps on behalf of its caller, who `may_run` them. False: it takes longer; the call enters, and
         waits like any other."""
         engine = self._engine

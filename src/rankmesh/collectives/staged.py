@@ -3,18 +3,19 @@ for that, over messages (running.py)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from rankmesh.collectives.calls import Call
 from rankmesh.collectives.kinds import Array
-from rankmesh.collectives.passage import Passage, Recipe
+from rankmesh.collectives.passage import Recipe
 from rankmesh.collectives.plan import Round
 from rankmesh.collectives.reducing import Reducer
 from rankmesh.collectives.running import Collective, Partners
 from rankmesh.collectives.space import Space
-from rankmesh.collectives.stage import Stage
+from rankmesh.collectives.stage import Stage, Way
 from rankmesh.endpoint.work import Work
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class StagedCollective(Collective):
         conclude: Callable[[], Any],
         timeout: float,
         fallback: Fallback | None = None,
-        passage: Passage | None = None,
+        passage: Way | None = None,
     ) -> None:
         super(Collective, self).__init__(
             context.hub.engine, f"{call.signature.collective} with", Partners(self), None, timeout
@@ -72,7 +73,7 @@ class StagedCollective(Collective):
             return
         self._stage = self.hint = stage
         if self._passage is None:
-            self._passage = Passage(stage, self._recipe, self.call.sequence, self._source, self._target)
+            self._passage = self._recipe.passage(stage, self.call.sequence, self._source, self._target)
         stage.enter(self)
 
     # ------------------------------------------------------------------ steps
@@ -85,19 +86,27 @@ class StagedCollective(Collective):
         assert self._passage is not None, "it has begun on a stage"
         return self._passage.wanted()
 
-    def step(self) -> bool:
-        """Go on as far as it goes. False: it waits for others."""
-        passage = self._passage
+    def step(self, turn: float = math.inf) -> bool:
+        """Go on as far as it goes, or for so many seconds, or until others want the engine. False: it waits for other
+        ranks."""
+        passage, stage = self._passage, self._stage
         assert passage is not None, "it has begun on a stage"
+        assert stage is not None, "it has begun on a stage"
+        end = monotonic() + turn
         try:
-            while not self.finished:
-                if passage.ended:
-                    self._succeed(leading=False)
-                elif not passage.step():
+            while not passage.ended:
+                if not passage.step():
                     return False
                 self.moved = monotonic()
+                if stage.contenders or self.moved > end:
+                    stage.go_on_soon()
+                    return True
+            self._succeed(leading=False)
         except Exception as error:  # noqa: BLE001  # what a reduction raised: it is the caller's to see
             self.stop(error)
+        except BaseException as error:
+            self.stop(error)
+            raise
         return True
 
     def forsaken(self) -> bool:

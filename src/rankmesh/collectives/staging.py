@@ -14,7 +14,8 @@ waits. broadcast B, all_gather, gather, scatter and all_to_all what they move, o
 A part is reduced in the order of ranks, whoever does it: bit-identical on all ranks, and for any number of chunks.
 
 Offsets and counts are elements. `source` is what a rank brings, `target` what it gets; they do not overlap, except that
-in all_reduce, reduce and broadcast they may be the same array.
+in all_reduce, reduce and broadcast they may be the same array, and in all_gather the source may be its own place in the
+target. In a call of one chunk most may overlap as they like (`Recipe.may_overlap`).
 """
 
 from __future__ import annotations
@@ -158,9 +159,13 @@ def _place(owner: int, reader: int, width: int) -> int:
 
 
 def _parts(case: Case, start: int, stop: int) -> tuple[Move, ...]:
-    """Of every other rank's part, this stretch."""
-    width, count = stop - start, case.part
-    return tuple(Move(q * count + start, q * count + stop, _place(case.rank, q, width)) for q in case.others)
+    """Of every other rank's part, this stretch. Whole parts lie side by side in the source as in the slot: those before
+    this rank's own move as one, and so do those behind it."""
+    width, count, rank = stop - start, case.part, case.rank
+    if width < count:
+        return tuple(Move(q * count + start, q * count + stop, _place(rank, q, width)) for q in case.others)
+    sides = (Move(0, rank * count, 0), Move((rank + 1) * count, case.size * count, rank * count))
+    return tuple(move for move in sides if move.stop > move.start)
 
 
 def _part_stretches(case: Case) -> Iterator[tuple[int, int]]:
@@ -182,7 +187,9 @@ def all_to_all(case: Case) -> Chunks:
             Fetch(q, _place(q, case.rank, stop - start), q * case.part + start, q * case.part + stop)
             for q in case.others
         )
-        yield Chunk(_parts(case, start, stop), case.others, fetch=fetch)
+        own = case.rank * case.part + start
+        keep = Move(own, own + stop - start, own)
+        yield Chunk(_parts(case, start, stop), case.others, fetch=fetch, keep=keep)
 
 
 def reduce_scatter(case: Case) -> Chunks:

@@ -12,10 +12,11 @@ from rankmesh.collectives.agent import GroupContext
 from rankmesh.collectives.arguments import Array
 from rankmesh.collectives.calls import Signature, digest
 from rankmesh.collectives.choosing import ALGORITHMS, World, rounds
-from rankmesh.collectives.express import Express
+from rankmesh.collectives.express import FORMS
 from rankmesh.collectives.founding import Founding, State
-from rankmesh.collectives.passage import Passage, Recipe, steps
+from rankmesh.collectives.passage import Recipe, steps
 from rankmesh.collectives.plan import Round
+from rankmesh.collectives.pulling import Pulling, acts, pays, sizes
 from rankmesh.collectives.reducing import Op, Reducer
 from rankmesh.collectives.running import Collective
 from rankmesh.collectives.space import Part, Space
@@ -45,6 +46,13 @@ class Job(NamedTuple):
     conclude: Callable[[], Any] | None = None
 
 
+def like(collective: str, array: Any, out: Any, op: Op = "") -> tuple[Any, ...] | None:
+    """The key of calls like this one; None: it is of a kind that is looked at anew each time."""
+    if type(array) is np.ndarray and type(out) is np.ndarray:
+        return collective, array.dtype, array.shape, out.dtype, out.shape, op
+    return None
+
+
 class Chosen(NamedTuple):
     """A collective's algorithm, on one rank."""
 
@@ -57,11 +65,6 @@ class Chosen(NamedTuple):
     @property
     def receives(self) -> bool:
         return any(this.receives for this in self.rounds)
-
-
-def key_of(collective: str, array: Array, out: Array, op: Op = "") -> tuple[Any, ...]:
-    """Of calls that are alike."""
-    return collective, array.dtype, array.shape, out.dtype, out.shape, op
 
 
 _MOST_RECIPES: Final = 1024
@@ -82,7 +85,7 @@ class Running:
     @property
     def sequence(self) -> int:
         """How many collectives this rank has called in this group: the number of the next one."""
-        return self._context.sequence
+        return self._context.log.count
 
     def _choose(self, collective: str, nbytes: int, options: Options, root: int = 0) -> Chosen:
         if not 0 <= root < self.size:
@@ -96,9 +99,9 @@ class Running:
         )
 
     def _known(self, collective: str, array: Any, out: Any, op: Op = "") -> Recipe | None:
-        """The recipe of a call like an earlier one, which was checked."""
+        """The recipe of a call like an earlier one, which was checked (`like` gave its key)."""
         if type(array) is np.ndarray and type(out) is np.ndarray:
-            recipe = self._recipes.get(key_of(collective, array, out, op))
+            recipe = self._recipes.get((collective, array.dtype, array.shape, out.dtype, out.shape, op))
             if recipe is not None and array.flags.c_contiguous and out.flags.carray:
                 return recipe
         return None
@@ -171,7 +174,7 @@ class Running:
                 self._remember(alike, recipe)
         if key is not None and options.algorithm is None:
             self._remember(key, recipe)
-        return self._pass(recipe, job.source, job.target, conclude, options.timeout, options.async_op, fallback)
+        return self._pass(recipe, job.source, job.target, None, options.timeout, options.async_op, conclude, fallback)
 
     def _remember(self, key: tuple[Any, ...], recipe: Recipe) -> None:
         if len(self._recipes) >= _MOST_RECIPES:
@@ -183,50 +186,65 @@ class Running:
         if plan == "all_reduce":
             whole = self.size == 2 or job.source.nbytes <= _WHOLE
             plan = "all_reduce whole" if whole else "all_reduce slices"
-        case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // job.source.itemsize)
+        stage, itemsize = self._founding.stage, job.source.itemsize
         op, apply = ("", None) if reduction is None else (reduction.name, reduction.apply)
         signature = Signature(job.collective, what, op, root, "shared")
-        taken, known, stage = steps(plan, case), digest(signature), self._founding.stage
-        express = None
-        if stage is not None and Express.serves(taken):
-            express = Express(stage, taken, known, apply, job.source.dtype)
-        return Recipe(signature, known, taken, apply, express)
+        case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // itemsize)
+        recipe = Recipe(signature, digest(signature), steps(plan, case), apply)
+        if pays(job.collective, self.size, max(job.source.nbytes, job.target.nbytes)):
+            recipe = recipe._replace(acts=acts(job.collective, case, sizes(itemsize, self.size, SLOT_BYTES)))
+            if stage is not None and stage.pullers:
+                return recipe._replace(express=Pulling(stage, recipe.acts, recipe.digest, apply, job.source))
+        form = next((form for form in FORMS if form.serves(recipe.steps)), None)
+        if stage is None or form is None:
+            return recipe
+        express = form(stage, recipe.steps, recipe.digest, apply, job.source, job.target)
+        return recipe._replace(express=express, may_overlap=express.may_overlap)
 
     def _pass(
         self,
         recipe: Recipe,
         source: Array,
         target: Array,
-        conclude: Callable[[], Any],
+        result: Any,
         timeout: float | None = None,
         async_op: bool = False,
+        conclude: Callable[[], Any] | None = None,
         fallback: Fallback | None = None,
     ) -> Any:
-        """Over the stage. Who waits anyway takes the steps itself, unless that takes long."""
+        """Over the stage. Who waits anyway takes the steps itself, unless that takes long. It brings `result`, or what
+        `conclude` returns at its end."""
         context = self._context
-        stage, engine = context.founding.stage, context.hub.engine
-        timeout = context.hub.config.timeout if timeout is None else timeout
-        passage = None
+        hub, stage = context.hub, context.founding.stage
+        engine, passage, staged = hub.engine, None, None
         if not engine.lock.acquire(False):
             engine.acquire()
         try:
-            call = context.next_call(recipe.signature, recipe.digest, 3)
-            if stage is not None and not async_op and stage.may_run():
-                try:
+            if context.unusable or hub.closed:
+                context.refuse(recipe.signature)
+            sequence = context.log.note(recipe.signature, recipe.digest, 3)
+            try:
+                if stage is not None and not async_op and stage.may_run():
                     express, taken = recipe.express, 0
                     if express is not None:
-                        taken = express.run(call.sequence, source, target)
+                        taken = express.run(sequence, source, target)
                         if taken == express.steps:
-                            return conclude()
-                    passage = Passage(stage, recipe, call.sequence, source, target, taken)
+                            return result if conclude is None else conclude()
+                    passage = recipe.passage(stage, sequence, source, target, taken)
                     if stage.run(passage):
-                        return conclude()
-                except BaseException as error:
-                    call.given_up = str(error) or type(error).__name__
-                    stage.give_up(call.sequence)
-                    raise
-            staged = StagedCollective(context, call, recipe, source, target, conclude, timeout, fallback, passage)
-            context.begin(staged)
+                        return result if conclude is None else conclude()
+                timeout = hub.config.timeout if timeout is None else timeout
+                end = conclude or (lambda: result)
+                call = context.log[sequence]
+                staged = StagedCollective(context, call, recipe, source, target, end, timeout, fallback, passage)
+                context.begin(staged)
+            except BaseException as error:
+                if staged is not None:
+                    staged.stop(error)
+                else:
+                    context.log[sequence].given_up = str(error) or type(error).__name__
+                    recipe.give_up(stage, sequence)
+                raise
         finally:
             engine.lock.release()
             if engine.deferred or engine.contenders:

@@ -28,18 +28,11 @@ from rankmesh.collectives.fusing import is_list
 from rankmesh.collectives.kinds import Kind
 from rankmesh.collectives.reducing import Op, Reduction
 from rankmesh.collectives.space import Part, Space, even
-from rankmesh.collectives.starting import Chosen, Job, Options, Running, key_of
+from rankmesh.collectives.starting import Chosen, Job, Options, Running, like
 from rankmesh.errors import UsageError
 
 _NOTHING: Final = np.empty(0, np.uint8)
 _BARRIER: Final = ("barrier",)
-
-
-def _like(collective: str, array: Any, out: Any, op: Op = "") -> tuple[Any, ...] | None:
-    """The key of calls like this one; None: it is of a kind that is looked at anew each time."""
-    if type(array) is np.ndarray and type(out) is np.ndarray:
-        return key_of(collective, array, out, op)
-    return None
 
 
 def _none() -> None:
@@ -77,7 +70,7 @@ class Collectives(Running):
         """Wait until every rank has called it."""
         recipe = self._recipes.get(_BARRIER)
         if recipe is not None:
-            return self._pass(recipe, _NOTHING, _NOTHING, _none, timeout, async_op)
+            return self._pass(recipe, _NOTHING, _NOTHING, None, timeout, async_op)
         options = Options(None, async_op, timeout)
         job = Job("barrier", _NOTHING, _NOTHING, 0)
         if self._is_staged("barrier", 0, options):
@@ -99,7 +92,7 @@ class Collectives(Running):
             recipe = self._recipes.get(("broadcast", array.dtype, array.size, root))
             if recipe is not None and array.flags.carray:
                 flat = array.ravel()
-                return self._pass(recipe, flat, flat, lambda: array, timeout)
+                return self._pass(recipe, flat, flat, array, timeout)
         options = Options(algorithm, async_op, timeout)
         if is_list(array):
             return fusing.broadcast(self, array, root, options)
@@ -168,9 +161,9 @@ class Collectives(Running):
             if recipe is not None and array.flags.carray:  # the like was called before: this is the hot path
                 if out is None or out is array:
                     flat = array.ravel()
-                    return self._pass(recipe, flat, flat, lambda: array, timeout)
+                    return self._pass(recipe, flat, flat, array, timeout)
                 if _takes(out, array):
-                    return self._pass(recipe, array.ravel(), out.ravel(), lambda: out, timeout)
+                    return self._pass(recipe, array.ravel(), out.ravel(), out, timeout)
         options = Options(algorithm, async_op, timeout)
         if compression is not None:
             return exchange.all_reduce(self, array, op, out, compression, options)
@@ -209,19 +202,24 @@ class Collectives(Running):
         if algorithm is None and not async_op:
             made = np.empty((self.size, *array.shape), array.dtype) if _wants_one(out, array) else out
             recipe = self._known("all_gather", array, made)
-            if recipe is not None:
-                return self._pass(recipe, array.ravel(), made.ravel(), lambda: made, timeout)
+            if recipe is not None and (made is not out or recipe.may_overlap or not np.may_share_memory(array, out)):
+                return self._pass(recipe, array.ravel(), made.ravel(), made, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         own = given.array
         target = output(out, (self.size, *own.shape), given.kind)
         flat = flat_output(target.array)
-        job = Job("all_gather", flat_input(own), flat, own.size)
+        place = flat[self.rank * own.size : (self.rank + 1) * own.size]
         if self._is_staged("all_gather", own.nbytes, options, own.itemsize):
-            key = _like("all_gather", array, target.value)
+            source = flat_input(own)
+            if np.may_share_memory(source, flat) and source.ctypes.data != place.ctypes.data:
+                source = source.copy()
+            job = Job("all_gather", source, flat, own.size)
+            key = like("all_gather", array, target.value)
             return self._run_staged(job, lambda: target.value, options, given.what, key=key)
         chosen = self._choose("all_gather", own.nbytes, options)
         target.array[self.rank] = own
+        job = Job("all_gather", place, flat, own.size)
         space = Space(Part(flat, [own.size] * self.size))
         return self._run(chosen, space, lambda: target.value, options, given.what, job=job)
 
@@ -326,8 +324,8 @@ class Collectives(Running):
         if algorithm is None and not async_op and type(op) is str and op != "avg":
             made = np.empty(array.shape[1:], array.dtype) if _wants_one(out, array) else out
             recipe = self._known("reduce_scatter", array, made, op)
-            if recipe is not None and not (made is out and np.may_share_memory(array, out)):
-                return self._pass(recipe, array.ravel(), made.ravel(), lambda: made, timeout)
+            if recipe is not None and (made is not out or recipe.may_overlap or not np.may_share_memory(array, out)):
+                return self._pass(recipe, array.ravel(), made.ravel(), made, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         target = output(out, by_rank(given.array, self.size, "reduce_scatter"), given.kind)
@@ -350,7 +348,7 @@ class Collectives(Running):
             source = flat_input(given.array)
             if np.may_share_memory(source, own):
                 source = source.copy()
-            key = _like("reduce_scatter", given.value, target.value, op)
+            key = like("reduce_scatter", given.value, target.value, op)
             job = Job("reduce_scatter", source, own, own.size)
             return self._run_staged(job, finish, options, what, reduction, key=key)
         chosen = self._choose("reduce_scatter", given.array.nbytes, options)
@@ -377,9 +375,8 @@ class Collectives(Running):
         if algorithm is None and not async_op:
             made = np.empty(array.shape, array.dtype) if _wants_one(out, array) else out
             recipe = self._known("all_to_all", array, made)
-            if recipe is not None and not (made is out and np.may_share_memory(array, out)):
-                copy(made[self.rank, ...], array[self.rank, ...])
-                return self._pass(recipe, array.ravel(), made.ravel(), lambda: made, timeout)
+            if recipe is not None and (made is not out or recipe.may_overlap or not np.may_share_memory(array, out)):
+                return self._pass(recipe, array.ravel(), made.ravel(), made, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         by_rank(given.array, self.size, "all_to_all")
@@ -390,11 +387,11 @@ class Collectives(Running):
         each = flat.size // self.size
         counts = [each] * self.size
         here = slice(each * self.rank, each * (self.rank + 1))
-        copy(came[here], flat[here])
         job = Job("all_to_all", flat, came, each)
         if self._is_staged("all_to_all", each * flat.itemsize, options, flat.itemsize):
-            key = _like("all_to_all", array, target.value)
+            key = like("all_to_all", array, target.value)
             return self._run_staged(job, lambda: target.value, options, given.what, key=key)
+        copy(came[here], flat[here])
         chosen = self._choose("all_to_all", each * flat.itemsize, options)
         parts = [Part(flat, counts), Part(came, counts)]
         if chosen.algorithm == "bruck":

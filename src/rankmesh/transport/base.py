@@ -80,6 +80,8 @@ class PolledLink(Link, Protocol):
     fence: threading.Lock
     #: Segments of the other side's that are mapped here: arenas, to be read, and regions of memory.
     shared: dict[int, memoryview]
+    #: The other side's process, by the kernel's word; 0 where it has no number here (another container).
+    process: int
 
     @property
     def cells(self) -> memoryview:

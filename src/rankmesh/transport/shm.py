@@ -65,6 +65,7 @@ class ShmLink:
         self.remote = remote
         self.reader: RingReader | None = None
         self.writer: RingWriter | None = None
+        self.process, _, _ = _credentials(sock)
         self._pid = os.getpid()
         self._sock = sock
         self._connecting = connecting
@@ -422,7 +423,7 @@ class ShmListener:
         must not keep who drives from other connections, and the listener stays ready for those behind."""
         sock, _ = self._sock.accept()
         sock.setblocking(False)
-        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid, _ = _credentials(sock)
         if uid != os.geteuid():
             sock.close()
             raise BlockingIOError(errno.EAGAIN, "the caller was of another user")
@@ -454,6 +455,12 @@ class ShmTransport:
             sock.close()
             raise
         return link
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end."""
+    pid, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid
 
 
 def _socket_name(name: str) -> str:

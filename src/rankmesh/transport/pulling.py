@@ -1,0 +1,63 @@
+"""Memory of another process of this host, read where it lies: `process_vm_readv`, one copy, made by the kernel.
+
+It needs the permission to trace that process: the same user, and neither Yama (`kernel.yama.ptrace_scope`) nor a
+container's filter of system calls against it. Nothing tells beforehand: who wants to pull tries (`Puller.finds`). What
+the kernel cannot reach for others, as memory of devices, fails for its owner in the same way (`Puller.reaches`).
+
+An address is only ever one that its owner gave, of its own memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Final
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_WORD: Final = 8
+
+
+@lru_cache(maxsize=1)
+def _process_vm_readv() -> Callable[..., int] | None:
+    """None: this C library has no such call."""
+    call = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+    if call is not None:
+        vector, count = ctypes.c_void_p, ctypes.c_ulong
+        call.argtypes = (ctypes.c_int, vector, count, vector, count, ctypes.c_ulong)
+        call.restype = ctypes.c_ssize_t
+    return call
+
+
+class Puller:
+    """Reads the memory of one process. Not for two threads at once."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._call = _process_vm_readv()
+        self._here, self._there, self._word = _Vector(), _Vector(), ctypes.c_uint64()
+        self._byte = ctypes.addressof(self._word)
+        self._vectors = ctypes.addressof(self._here), ctypes.addressof(self._there)
+
+    def pull(self, into: int, address: int, nbytes: int) -> bool:
+        """Copy so many bytes from `address` there to `into` here. False: not all of it could be read, because that
+        process is gone, has no such memory, or does not let us."""
+        here, there = self._here, self._there
+        here.base, here.length = into, nbytes
+        there.base, there.length = address, nbytes
+        to, source = self._vectors
+        return self._call is not None and self._call(self._pid, to, 1, source, 1, 0) == nbytes
+
+    def finds(self, address: int, value: int) -> bool:
+        """Whether that word is there: this is the process it is taken for, and it lets us."""
+        word = self._word
+        word.value = ~value
+        return self.pull(self._byte, address, _WORD) and word.value == value
+
+    def reaches(self, address: int) -> bool:
+        """Whether memory can be read: by its first byte."""
+        return self.pull(self._byte, address, 1)

@@ -1,0 +1,78 @@
+"""Another process's memory, read where it lies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from rankmesh.transport.pulling import Puller
+from timing import scaled
+
+#: Shows where 1 MiB of its memory lies, and stays until it is told to go.
+OWNER = """
+import ctypes, sys
+memory = (ctypes.c_uint64 * 131072)(*range(131072))
+print(ctypes.addressof(memory), flush=True)
+sys.stdin.read()
+"""
+COUNT = 131072
+
+
+@pytest.fixture(name="owner")
+def an_owner() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        yield process, int(process.stdout.readline())
+        process.stdin.close()
+
+
+def test_it_is_copied_from_where_it_lies(owner: tuple[subprocess.Popen[str], int]) -> None:
+    process, address = owner
+    into = np.zeros(COUNT, np.uint64)
+    puller = Puller(process.pid)
+    assert puller.pull(into.ctypes.data, address, into.nbytes)
+    assert np.array_equal(into, np.arange(COUNT))
+    into[:] = 0
+    assert puller.pull(into.ctypes.data + 8, address + 80, 16)
+    assert into[:4].tolist() == [0, 10, 11, 0]
+
+
+def test_a_word_proves_whose_memory_it_is(owner: tuple[subprocess.Popen[str], int]) -> None:
+    process, address = owner
+    puller = Puller(process.pid)
+    assert puller.finds(address + 8 * 77, 77)
+    assert not puller.finds(address + 8 * 77, 78)
+    assert not Puller(os.getpid()).finds(address, 0), "this process has nothing there, or something else"
+
+
+def test_what_is_not_there_cannot_be_read(owner: tuple[subprocess.Popen[str], int]) -> None:
+    process, address = owner
+    into = np.zeros(COUNT, np.uint64)
+    puller = Puller(process.pid)
+    assert puller.reaches(address)
+    assert not puller.reaches(0)
+    assert not puller.pull(into.ctypes.data, 4096, 8)
+    assert not puller.pull(into.ctypes.data, (1 << 64) - 4096, 8), "the kernel's"
+
+
+def test_who_is_gone_cannot_be_read(owner: tuple[subprocess.Popen[str], int]) -> None:
+    process, address = owner
+    puller = Puller(process.pid)
+    assert puller.reaches(address)
+    process.kill()
+    process.wait(timeout=scaled(10))
+    assert not puller.reaches(address)
+
+
+def test_without_such_a_call_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankmesh.transport.pulling._process_vm_readv", lambda: None)
+    word = np.array([5], np.uint64)
+    assert not Puller(os.getpid()).finds(word.ctypes.data, 5)
