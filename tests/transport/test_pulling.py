@@ -13,20 +13,22 @@ import pytest
 from rankmesh.transport.pulling import Puller
 from timing import scaled
 
-#: Shows where 1 MiB of its memory lies, and stays until it is told to go.
+#: Shows where 1 MiB of its memory lies, and stays until it is told to go. No word of it is one that other memory is
+#: likely to hold: two processes may well have something at the same address.
 OWNER = """
 import ctypes, sys
-memory = (ctypes.c_uint64 * 131072)(*range(131072))
+first, count = map(int, sys.argv[1:])
+memory = (ctypes.c_uint64 * count)(*range(first, first + count))
 print(ctypes.addressof(memory), flush=True)
 sys.stdin.read()
 """
-COUNT = 131072
+FIRST, COUNT = 0x5EED_0FF0_0D15_EA5E, 131072
 
 
 @pytest.fixture(name="owner")
 def an_owner() -> Iterator[tuple[subprocess.Popen[str], int]]:
     with subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, str(FIRST), str(COUNT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdin is not None
@@ -39,18 +41,18 @@ def test_it_is_copied_from_where_it_lies(owner: tuple[subprocess.Popen[str], int
     into = np.zeros(COUNT, np.uint64)
     puller = Puller(process.pid)
     assert puller.pull(into.ctypes.data, address, into.nbytes)
-    assert np.array_equal(into, np.arange(COUNT))
+    assert np.array_equal(into, np.arange(FIRST, FIRST + COUNT, dtype=np.uint64))
     into[:] = 0
     assert puller.pull(into.ctypes.data + 8, address + 80, 16)
-    assert into[:4].tolist() == [0, 10, 11, 0]
+    assert into[:4].tolist() == [0, FIRST + 10, FIRST + 11, 0]
 
 
 def test_a_word_proves_whose_memory_it_is(owner: tuple[subprocess.Popen[str], int]) -> None:
     process, address = owner
     puller = Puller(process.pid)
-    assert puller.finds(address + 8 * 77, 77)
-    assert not puller.finds(address + 8 * 77, 78)
-    assert not Puller(os.getpid()).finds(address, 0), "this process has nothing there, or something else"
+    assert puller.finds(address + 8 * 77, FIRST + 77)
+    assert not puller.finds(address + 8 * 77, FIRST + 78)
+    assert not Puller(os.getpid()).finds(address, FIRST), "this process has nothing there, or something else"
 
 
 def test_what_is_not_there_cannot_be_read(owner: tuple[subprocess.Popen[str], int]) -> None:
