@@ -56,6 +56,12 @@ def readable(data: Any) -> memoryview:
     return _unusual(data)
 
 
+def address_of(view: memoryview) -> int:
+    """Where its bytes lie."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
+
+
 def _unusual(data: Any) -> memoryview:
     """What a plain cast does not take: empty and foreign arrays, formats memoryview does not know."""
     try:

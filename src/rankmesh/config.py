@@ -109,7 +109,8 @@ class Config:
 
     #: Peers of the same host and user move from sockets to shared memory by themselves.
     shm: bool = True
-    #: Large arrays of collectives inside one host are read where they lie, where the system lets processes do that.
+    #: Inside one host, large arrays of collectives and registered memory are read where they lie, where the system lets
+    #: processes read each other's memory.
     pull: bool = True
 
     #: Algorithms of collectives, where a call names none: "all_reduce=ring, broadcast=binomial". The same on all ranks.

@@ -97,9 +97,9 @@ def incoming(peer: Peer) -> Incoming:
 
 
 def free_cells(peer: Peer) -> int:
-    offers = router_of(peer).outbound._offers
-    assert offers is not None
-    return len(offers._free)
+    cells = router_of(peer).outbound.cells
+    assert cells is not None
+    return len(cells._free)
 
 
 def check_traffic(pair: Pair) -> None:
@@ -587,7 +587,7 @@ def test_a_cell_that_is_used_again_does_not_vouch_for_the_old_message(pair: Pair
         send.cancel()
         changed = [cell for cell in range(CELLS) if cells[cell] != before[cell]]
         assert len(changed) == 1
-        assert changed[0] not in list(router_of(pair.there).outbound._offers._free), (  # type: ignore[union-attr]
+        assert changed[0] not in list(router_of(pair.there).outbound.cells._free), (  # type: ignore[union-attr]
             "free while the other side may still look at it"
         )
     assert not receive.done()

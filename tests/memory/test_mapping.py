@@ -16,6 +16,7 @@ from rankmesh import AccessDenied, ClosedError, DeadlineError, OutOfBounds, Stal
 from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.memory.mapping import PIECE_BYTES, Mapping, SharedMemory
 from rankmesh.memory.operations import Query
+from rankmesh.memory.remote import RemoteRegion
 from regions import Sides, Uses, open_sides
 from timing import wait_until
 
@@ -28,6 +29,11 @@ def near(same_host: Medium) -> Iterator[Sides]:
         yield both
 
 
+def mapping_of(remote: RemoteRegion) -> Mapping:
+    assert isinstance(remote._permit, Mapping)
+    return remote._permit
+
+
 def frames(sides: Sides) -> int:
     return sides.peer.stats()["frames_sent"]  # type: ignore[no-any-return]  # stats are Any
 
@@ -35,8 +41,7 @@ def frames(sides: Sides) -> int:
 def test_bytes_begin_in_mid_page(near: Sides) -> None:
     """See MID_PAGE."""
     region = near.owner.memory.allocate("kv", 5000, np.uint8)
-    mapping = near.peer.open("kv")._mapping
-    assert mapping is not None
+    mapping = mapping_of(near.peer.open("kv"))
     for array in (region.array, np.frombuffer(mapping.view(0, 5000), np.uint8)):
         assert array.ctypes.data % PAGE == MID_PAGE
 
@@ -93,9 +98,8 @@ def test_access(near: Sides) -> None:
     assert (out == 5).all()
     with pytest.raises(AccessDenied):
         remote.write(b"x")
-    assert remote._mapping is not None
     with pytest.raises(TypeError):  # the memory itself is mapped read-only
-        remote._mapping.view(0, 1)[0] = 1
+        mapping_of(remote).view(0, 1)[0] = 1
     assert readable.shared is not None
     with pytest.raises(PermissionError):  # and nobody who has its descriptor can map it otherwise
         mmap.mmap(readable.shared.fd, 4096)
@@ -149,8 +153,7 @@ def test_unregister_waits_for_a_writer(near: Sides) -> None:
     region = near.owner.memory.allocate("kv", 2 * PIECE_BYTES)
     memory = region.array
     remote = near.peer.open("kv")
-    mapping = remote._mapping
-    assert mapping is not None
+    mapping = mapping_of(remote)
     source = iter([memoryview(b"1" * PIECE_BYTES), memoryview(b"2" * PIECE_BYTES)])
     unregister: list[Call[None]] = []
 
@@ -170,8 +173,7 @@ def test_unregister_waits_for_a_writer(near: Sides) -> None:
 
 def test_a_read_that_was_overtaken_is_no_read(near: Sides) -> None:
     region = near.owner.memory.allocate("kv", 8)
-    mapping = near.peer.open("kv")._mapping
-    assert mapping is not None
+    mapping = mapping_of(near.peer.open("kv"))
 
     def parts() -> Iterator[memoryview]:
         region.unregister(timeout=SOON)
@@ -184,7 +186,7 @@ def test_a_read_that_was_overtaken_is_no_read(near: Sides) -> None:
 def test_handles_share_a_mapping_and_give_it_back(near: Sides) -> None:
     region = near.owner.memory.allocate("kv", 8)
     first, second = near.peer.open("kv"), near.peer.open("kv")
-    assert first._mapping is second._mapping
+    assert first._permit is second._permit
     assert region.shared is not None
     first.close()
     assert not first.mapped
@@ -204,8 +206,7 @@ def test_a_handle_closed_in_the_middle_of_a_write(near: Sides) -> None:
     """Its words stay its own until the write is over: they are what `unregister` waits for."""
     region = near.owner.memory.allocate("kv", 2 * PIECE_BYTES)
     remote = near.peer.open("kv")
-    mapping = remote._mapping
-    assert mapping is not None
+    mapping = mapping_of(remote)
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(b"1" * PIECE_BYTES)
@@ -285,8 +286,7 @@ def test_a_forked_child_copies_nothing(near: Sides) -> None:
 def test_a_lost_writer_holds_up_nobody(same_host: Medium) -> None:
     with open_sides(same_host) as sides:
         region = sides.owner.memory.allocate("kv", 8)
-        mapping = sides.peer.open("kv")._mapping
-        assert mapping is not None
+        mapping = mapping_of(sides.peer.open("kv"))
         mapping._words[mapping._slot] = 1  # it died in the middle of a write
         with pytest.raises(DeadlineError):
             region.unregister(timeout=BRIEFLY)

@@ -209,6 +209,8 @@ BROKEN: dict[str, tuple[Callable[[Place], bytes], str]] = {
     "more data than was said": (
         lambda p: frame(refused_write(p)) + data(1 | BROUGHT, 900) + data(1 | BROUGHT, 200, 900), "piece 900\\+200"),
     "data out of order": (lambda p: frame(refused_write(p)) + data(1 | BROUGHT, 10, 500), "piece 500\\+10"),
+    "a write to be fetched from another host": (
+        lambda p: frame(p.request(Op.WRITE, Bit.PULLED, nbytes=8) + pieces(4096, 0, 0)), "cannot be fetched"),
     "two writes of one number": (lambda p: frame(refused_write(p)) * 2, "asked for twice"),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rankmesh.transport.pulling import Puller
+from rankmesh.transport.pulling import Beacon, Puller
 from timing import scaled
 
 #: Shows where 1 MiB of its memory lies, and stays until it is told to go. No word of it is one that other memory is
@@ -53,6 +53,17 @@ def test_a_word_proves_whose_memory_it_is(owner: tuple[subprocess.Popen[str], in
     assert puller.finds(address + 8 * 77, FIRST + 77)
     assert not puller.finds(address + 8 * 77, FIRST + 78)
     assert not Puller(os.getpid()).finds(address, FIRST), "this process has nothing there, or something else"
+
+
+def test_a_beacon_stands_where_it_was_shown() -> None:
+    beacon = Beacon()
+    shown = beacon.address, beacon.value
+    assert Puller(os.getpid(), shown).stands()
+    assert Puller(os.getpid(), shown).twin().stands()
+    assert not Puller(os.getpid(), (beacon.address, beacon.value ^ 1)).stands()
+    assert not Puller(os.getpid()).stands(), "none was shown"
+    assert not Puller(0, shown).stands(), "nobody's"
+    assert Beacon().value != beacon.value
 
 
 def test_what_is_not_there_cannot_be_read(owner: tuple[subprocess.Popen[str], int]) -> None:

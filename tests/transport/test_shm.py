@@ -23,6 +23,7 @@ from rankmesh.transport import Address, Link, segment, shm
 from rankmesh.transport.notices import MAX_SHARED
 from rankmesh.transport.ring import BELL, FREED, HEAD, SLOT_BYTES, begin
 from rankmesh.transport.segment import CELLS, MAGIC, PROOF_BYTES, SEGMENT_BYTES
+from rankmesh.transport.pulling import Puller
 from rankmesh.transport.shm import ShmLink, ShmListener, ShmTransport
 from timing import scaled
 
@@ -46,6 +47,44 @@ def links(listener: ShmListener) -> Iterator[tuple[ShmLink, ShmLink]]:
     assert isinstance(near, ShmLink)
     assert isinstance(far, ShmLink)
     yield near, far
+    near.abort()
+    far.abort()
+
+
+def test_both_sides_find_each_others_memory(links: tuple[ShmLink, ShmLink]) -> None:
+    for link in links:
+        assert link.puller is not None
+        assert link.puller.stands()
+        assert link.pulls
+
+
+@pytest.mark.parametrize("who", ["connecting", "accepting"])
+def test_who_shows_no_beacon_is_not_looked_for(who: str) -> None:
+    unwilling = CONFIG.override(pull=False)
+    door = SHM.listen(Address("shm", ""), unwilling if who == "accepting" else CONFIG)
+    near, far = connect_pair(SHM, door.address, unwilling if who == "connecting" else CONFIG, SOON, door)
+    for link in (near, far):
+        assert isinstance(link, ShmLink)
+        assert link.puller is None
+        assert not link.pulls
+        link.abort()
+    door.close()
+
+
+def test_memory_that_the_system_does_not_show(listener: ShmListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One side can read, the other cannot."""
+    stands, tried = Puller.stands, []
+
+    def second_only(puller: Puller) -> bool:
+        tried.append(puller)
+        return len(tried) > 1 and stands(puller)
+
+    monkeypatch.setattr(Puller, "stands", second_only)
+    near, far = connect_pair(SHM, listener.address, CONFIG, SOON, listener)
+    assert isinstance(near, ShmLink)
+    assert isinstance(far, ShmLink)
+    assert sorted([near.puller is None, far.puller is None]) == [False, True]
+    assert (near.pulls, far.pulls) == (far.puller is not None, near.puller is not None)
     near.abort()
     far.abort()
 

@@ -211,8 +211,8 @@ def _shared_memory() -> Finding:
 
 
 def _pulling() -> Finding:
-    """Whether ranks of this host may read each other's memory, which spares large collectives a copy."""
-    name, advice = "memory of other ranks", "Large collectives inside this host take a copy more."
+    """Whether ranks of this host may read each other's memory, which spares a copy."""
+    name, advice = "memory of other ranks", "Large collectives and registered memory inside this host take a copy more."
     try:
         scope = int(YAMA.read_text())
     except (OSError, ValueError):

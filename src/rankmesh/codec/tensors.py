@@ -7,8 +7,7 @@ import sys
 from importlib import import_module
 from typing import Any, Final
 
-import numpy as np
-
+from rankmesh.buffers import address_of
 from rankmesh.codec.refusal import Unsupported
 from rankmesh.errors import CodecError
 
@@ -52,6 +51,6 @@ def rebuild(view: memoryview, name: str, shape: tuple[int, ...], items: int) -> 
         raise ValueError(f"a tensor of shape {shape} and dtype {name} does not have {view.nbytes} bytes")
     if not items:
         return torch.empty(shape, dtype=dtype)
-    if view.readonly or np.frombuffer(view, np.uint8).__array_interface__["data"][0] % dtype.itemsize:
+    if view.readonly or address_of(view) % dtype.itemsize:
         view = memoryview(bytearray(view))
     return torch.frombuffer(view, dtype=dtype).reshape(shape)

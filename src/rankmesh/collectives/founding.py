@@ -93,7 +93,6 @@ class Founding:
         self.reason = ""
         self._segments: dict[int, memoryview] = {}
         self._fd = -1
-        self._probe: stage.Probe | None = None
         self._pullers: dict[int, Puller] = {}
         #: What each rank said in the end, and those who can pull.
         self._said: dict[int, str] = {}
@@ -172,9 +171,8 @@ class Founding:
             self._say(f"the memory of {router.peer} cannot be mapped")
             return
         self._segments[rank] = memory
-        puller = stage.puller_of(memory, polled.process) if self._group.hub.config.pull and polled is not None else None
-        if puller is not None:
-            self._pullers[rank] = puller
+        if polled is not None and polled.puller is not None:
+            self._pullers[rank] = polled.puller.twin()
         if len(self._segments) == len(self._group.routers):
             self._say("")
 
@@ -200,7 +198,6 @@ class Founding:
             self._say(f"there is no memory to be shared: {error.strerror}")
             return
         self._segments[group.rank] = memory
-        self._probe = stage.Probe(memory)
         for _, router in self._others():
             self._send(router, Prepare(group.number))
 
@@ -264,7 +261,6 @@ class Founding:
 
     def _end(self, state: State) -> None:
         self.state = state
-        self._probe = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

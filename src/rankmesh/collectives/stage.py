@@ -2,7 +2,7 @@
 
 Each rank has a segment that it writes and the others only read (it is sealed against their writing):
 
-    page 0    words, each kind on a cache line of its own: SLEEP and WANT; DONE; STAGED and COMBINED by slot; PROBE
+    page 0    words, each kind on a cache line of its own: SLEEP and WANT; DONE; STAGED and COMBINED by slot
     page 1 …  SLOTS slots of SLOT_BYTES, from the middle of the page on
 
 Rules:
@@ -26,8 +26,6 @@ Rules:
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -65,13 +63,12 @@ STAGE_BYTES: Final = _SLOTS_AT + SLOTS * SLOT_BYTES
 MOST_ITEM_BYTES: Final = 4096
 #: Words: where each kind is. The second word of STAGED and COMBINED is the digest; the third and fourth of STAGED say
 #: where arrays lie that are pulled. WANT is three: the index of a word, a serial, and ranks, a bit for each (none:
-#: whatever comes). PROBE is two: where a word of this process's own lies, and what it is.
+#: whatever comes).
 SLEEP: Final = 0
 WANT: Final = 1
 DONE: Final = 8
 STAGED: Final = tuple(16 + 16 * slot for slot in range(SLOTS))
 COMBINED: Final = tuple(24 + 16 * slot for slot in range(SLOTS))
-PROBE: Final = 16 + 16 * SLOTS
 #: A serial number has so many bits for the chunk.
 CHUNK_BITS: Final = 20
 #: A word has a bit for each; of more, whatever comes wakes.
@@ -121,23 +118,6 @@ def create() -> tuple[memoryview, int]:
     is no such memory."""
     memory, fd = anonymous("rankmesh-stage", STAGE_BYTES, others_write=False)
     return memoryview(memory), fd
-
-
-class Probe:
-    """A word in this process's own memory, of which its segment tells: who can read it can pull."""
-
-    def __init__(self, segment: memoryview) -> None:
-        self._word = ctypes.c_uint64.from_buffer_copy(os.urandom(8))
-        with segment[:PAGE] as page, page.cast("Q") as words:
-            words[PROBE], words[PROBE + 1] = ctypes.addressof(self._word), self._word.value
-
-
-def puller_of(segment: memoryview, process: int) -> Puller | None:
-    """For that process, whose segment this is. None: its memory cannot be read."""
-    with segment[:PAGE] as page, page.cast("Q") as words:
-        address, value = words[PROBE], words[PROBE + 1]
-    puller = Puller(process)
-    return puller if process > 0 and puller.finds(address, value) else None
 
 
 class Stage:

@@ -31,6 +31,7 @@ class Loopback(Conversation):
     #: There is no connection to look at.
     direct = None
     polled = None
+    cells = None
     carrier = Carrier("self", "this process")
     #: Nothing is joined: it is copied once.
     join_below = 0

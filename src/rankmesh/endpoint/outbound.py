@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rankmesh.buffers import readable
 from rankmesh.endpoint.frames import MAX_ANNOUNCED, FrameSender
 from rankmesh.endpoint.lanes import Frame, Lane, Transfer
-from rankmesh.endpoint.sharing import Offers
+from rankmesh.endpoint.sharing import Cells, Offers
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import BusyError, ProtocolError, UsageError
 from rankmesh.transport.ring import BELL, begin
@@ -63,8 +63,9 @@ class Outbound(FrameSender):
         self._like(0, 0, 0)
         #: So many messages of that kind have their credit spent already.
         self._prepaid = 0
-        #: What of this side's arena the other side may copy from.
+        #: What of this side's arena the other side may copy from; and the words that take such offers back.
         self._offers: Offers | None = None
+        self.cells: Cells | None = None
         self.frames = 0
         self.bytes = 0
         #: Of requests and replies that have not left, but for those that `send_rpc` queued.
@@ -81,10 +82,11 @@ class Outbound(FrameSender):
         self._remote = remote
         self._eager_limit = min(self._config.eager_bytes, remote.eager_bytes)
         self._join_limit = min(self._eager_limit, JOIN_BYTES)
-        self._ring = self._offers = None
+        self._ring = self._offers = self.cells = None
         self.join_below = GATHER_FROM if link.drained_on_short_read else WRITE_FROM
         if polled is not None and polled.writer is not None:
-            self._offers = Offers(polled, self._router.hub.arena)
+            self.cells = Cells(polled.cells)
+            self._offers = Offers(polled, self._router.hub.arena, self.cells)
             self._ring, self._after_write, self._fence = polled.writer, polled.after_write, polled.fence
             self._join_limit = self._eager_limit  # nothing is joined: it is written in place
         self._credit = CreditOut(remote.lane_credit, remote.peer_credit)
@@ -93,7 +95,7 @@ class Outbound(FrameSender):
 
     def detach(self) -> None:
         self._close()
-        self._ring = self._offers = None
+        self._ring = self._offers = self.cells = None
 
     def resume(self) -> None:
         self.paused = False

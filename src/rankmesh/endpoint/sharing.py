@@ -49,19 +49,43 @@ class Reference(NamedTuple):
         return cls(*_REFERENCE.unpack(payload))
 
 
+class Cells:
+    """This side's words of one connection, each for one offer at a time."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+        self._free = deque(range(len(words)))
+
+    def lend(self) -> tuple[int, int] | None:
+        """A cell and the value it has; None: there is none left."""
+        if not self._free:
+            return None
+        cell = self._free.popleft()
+        return cell, self._words[cell]
+
+    def take_back(self, cell: int) -> None:
+        """What was offered with it is not to be relied on any more."""
+        take_back(self._words, cell)
+
+    def give_back(self, cell: int) -> None:
+        """The offer it was lent for is over, or taken back."""
+        self._free.append(cell)
+
+
 class Offers:
     """The sender's side of one connection."""
 
-    def __init__(self, link: PolledLink, arena: Arena) -> None:
+    def __init__(self, link: PolledLink, arena: Arena, cells: Cells) -> None:
         self._link = link
         self._arena = arena
         self._shared: set[int] = set()
-        self._free = deque(range(len(link.cells)))
-        self._cells: dict[int, int] = {}
+        self._cells = cells
+        #: By the send's ident.
+        self._lent: dict[int, int] = {}
 
     def make(self, send: Send) -> bytes:
         """A reference to what is to be sent; nothing if it does not lie in the arena."""
-        if len(send.parts) != 1 or not self._free:
+        if len(send.parts) != 1:
             return b""
         spot = self._arena.locate(send.parts[0])
         if spot is None:
@@ -70,21 +94,23 @@ class Offers:
             if not self._link.share(spot.segment, *self._arena.descriptor(spot.segment)):
                 return b""
             self._shared.add(spot.segment)
-        cell = self._free.popleft()
-        self._cells[send.ident] = cell
-        return _REFERENCE.pack(*spot, cell, self._link.cells[cell])
+        lent = self._cells.lend()
+        if lent is None:
+            return b""
+        self._lent[send.ident], _ = lent
+        return _REFERENCE.pack(*spot, *lent)
 
     def take_back(self, send: Send) -> None:
         """The sender's buffer may be reused from now on."""
-        cell = self._cells.get(send.ident)
+        cell = self._lent.get(send.ident)
         if cell is not None:
-            take_back(self._link.cells, cell)
+            self._cells.take_back(cell)
 
     def answered(self, send: Send) -> None:
         """The receiver has copied, or will not."""
-        cell = self._cells.pop(send.ident, None)
+        cell = self._lent.pop(send.ident, None)
         if cell is not None:
-            self._free.append(cell)
+            self._cells.give_back(cell)
 
     def forget(self, segment: int) -> None:
         """The arena has given a segment up: nothing in it is on its way."""

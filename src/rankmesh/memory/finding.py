@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
@@ -12,11 +13,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from rankmesh.endpoint.router import Router
+from rankmesh.memory.mapping import Permits
 from rankmesh.memory.protocol import DONE, KEY_LIMIT, REQUEST, SERVICE, Ask, Bit, Description, Event, Why, encode
 from rankmesh.memory.region import Refusal, Region
+from rankmesh.transport.pulling import Puller
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
+    from rankmesh.transport.base import PolledLink
 
 _HEAD: Final = REQUEST.size
 #: Names like the one asked for.
@@ -25,6 +29,9 @@ NEAREST: Final = 3
 COMPARED: Final = 256
 #: Requests of one peer that wait for a region, or watch.
 MAX_WAITING: Final = 1024
+#: A region of at least so many bytes is read where it lies, as long as no more of them have a descriptor each for it.
+PULLED_FROM: Final = 64 * 1024
+MOST_PULLED: Final = 128
 
 
 class Finder:
@@ -82,15 +89,33 @@ class Finder:
             self.refuse(router, ident, refusal)
 
     def _offer(self, router: Router, region: Region, bits: int) -> Description:
-        """What an OPEN is told; with where it may map the region, if it can and wants to."""
-        description = region.describe()
-        shared, polled = region.shared, router.polled
-        if not bits & Bit.MAP or shared is None or polled is None:
+        """What an OPEN is told; with where it may map the region, or read it, if it can and wants to."""
+        description, polled = region.describe(), router.polled
+        if not bits & Bit.MAP or polled is None:
+            return description
+        shared = region.shared if region.mappable else self._permits(region, polled)
+        if shared is None:
             return description
         slot = shared.slot(router)
         if not slot or not polled.share(shared.segment, shared.fd, shared.nbytes, shared.writable):
             return description
-        return msgspec.structs.replace(description, segment=shared.segment, slot=slot)
+        address = 0 if region.mappable else region.address
+        return msgspec.structs.replace(description, segment=shared.segment, slot=slot, address=address)
+
+    def _permits(self, region: Region, polled: PolledLink) -> Permits | None:
+        """Of a region that is read where it lies; None: it cannot be, or is not worth a descriptor."""
+        if not polled.pulls or not region.readable or region.nbytes < PULLED_FROM:
+            return None
+        if region.shared is not None:
+            return region.shared
+        many = sum(one.shared is not None for one in self.regions.values()) >= MOST_PULLED
+        if many or not Puller(os.getpid()).reaches(region.address):
+            return None
+        try:
+            region.shared = Permits(region.generation)
+        except OSError:  # no descriptors left, or no such memory: the bytes are streamed
+            pass
+        return region.shared
 
     def _on_close(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         """The last handle of those that had it mapped is closed. There is no answer."""

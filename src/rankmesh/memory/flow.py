@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Final
 from rankmesh.endpoint.outbound import SEND_COST
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import BusyError, RankmeshError, StaleRegion
-from rankmesh.memory.mapping import Mapping, fits
+from rankmesh.memory.mapping import Mapping, Permit, fits, has_words
 from rankmesh.memory.protocol import REQUEST, SERVICE, Description, Op
+from rankmesh.memory.pulling import Pulled
 from rankmesh.wire.header import Kind
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class Flow:
         self._hub = router.hub
         self._waiting: deque[Operation] = deque()
         self._cost = 0
-        #: Regions of this peer's that are mapped here, by segment.
-        self._mappings: dict[int, Mapping] = {}
+        #: Regions of this peer's that are mapped here, or read where they lie, by segment.
+        self._mappings: dict[int, Permit] = {}
         #: Regions that are being opened.
         self._opening = 0
         #: Requests that were handed to the connection and not flushed.
@@ -67,8 +68,9 @@ class Flow:
                 self._opening -= 1
                 self.sweep()
 
-    def map(self, description: Description) -> Mapping | None:
-        """The mapping of a region that was opened now, if its owner offers one: all handles of it share it."""
+    def map(self, description: Description) -> Permit | None:
+        """By what a region that was opened now is mapped here, or read, if its owner offers that: all handles of it
+        share it."""
         polled, segment = self.router.polled, description.segment
         if not segment or polled is None:
             return None
@@ -78,9 +80,18 @@ class Flow:
         known = self._mappings.get(segment)
         if known is not None:
             return known
-        if memory is None or not fits(memory, description.nbytes, description.slot):
+        if memory is None:
             return None
-        mapping = Mapping(memory, description.slot, description.name, description.nbytes, description.generation)
+        slot, name, generation = description.slot, description.name, description.generation
+        mapping: Permit
+        if description.address:
+            if polled.puller is None or not has_words(memory, slot):
+                return None
+            mapping = Pulled(memory, slot, name, generation, description.address, polled.puller)
+        elif fits(memory, description.nbytes, slot):
+            mapping = Mapping(memory, slot, name, description.nbytes, generation)
+        else:
+            return None
         self._mappings[segment] = mapping
         return mapping
 

@@ -57,20 +57,19 @@ _NO_WORDS: Final = memoryview(bytearray(PAGE)).cast("Q")
 SEGMENT: Final = 1 << 63
 
 
-class SharedMemory:
-    """The owner's side. Methods need the engine's lock."""
+class Permits:
+    """The owner's side: the words, and as many pages behind them. Methods need the engine's lock."""
 
-    def __init__(self, nbytes: int, generation: int, writable: bool) -> None:
-        """Raises OSError where there is no such memory."""
-        self.nbytes = PAGE + -(-(MID_PAGE + nbytes) // PAGE) * PAGE
+    def __init__(self, generation: int, pages: int = 0, writable: bool = False) -> None:
+        """`writable`: by peers. Raises OSError where there is no such memory."""
+        self.nbytes = PAGE + pages * PAGE
         self.segment = generation | SEGMENT
         self.writable = writable
         memory, self.fd = anonymous("rankmesh-region", self.nbytes, others_write=writable)
-        view = memoryview(memory)
+        self._view = memoryview(memory)
         self._free_descriptor = weakref.finalize(self, os.close, self.fd)
-        self._words = view[:PAGE].cast("Q")
+        self._words = self._view[:PAGE].cast("Q")
         self._generation = generation
-        self.data = view[_DATA_AT : _DATA_AT + nbytes]
         self._fence = threading.Lock()
         #: By router index: which words are that peer's. And those that were given back.
         self._slots: dict[int, int] = {}
@@ -125,18 +124,29 @@ class SharedMemory:
         self._free_descriptor()
         self._words = _NO_WORDS
         self._slots.clear()
+        self._view = EMPTY
+
+
+class SharedMemory(Permits):
+    """The owner's side, with the region's bytes."""
+
+    def __init__(self, nbytes: int, generation: int, writable: bool) -> None:
+        super().__init__(generation, -(-(MID_PAGE + nbytes) // PAGE), writable)
+        self.data = self._view[_DATA_AT : _DATA_AT + nbytes]
+
+    def close(self) -> None:
+        super().close()
         self.data = EMPTY
 
 
-class Mapping:
-    """The other side's: one for all handles of a region. May be used from many threads."""
+class Permit:
+    """The other side's words: one for all handles of a region. May be used from many threads."""
 
-    def __init__(self, memory: memoryview, slot: int, name: str, nbytes: int, generation: int) -> None:
+    def __init__(self, memory: memoryview, slot: int, name: str, generation: int) -> None:
         self.generation = generation
         self._name = name
         self._slot = slot
         self._words = memory[:PAGE].cast("Q")
-        self._data = memory[_DATA_AT : _DATA_AT + nbytes]
         self._lock = threading.Lock()
         self._writers = 0
         #: Handles that use it.
@@ -145,38 +155,65 @@ class Mapping:
     def close(self) -> None:
         """It is worth nothing any more. Who uses it right now goes on, and finds afterwards that it is gone."""
         with self._lock:
-            self._words = _NO_WORDS
-            self._data = EMPTY
+            self._let_go()
 
     def close_unused(self) -> bool:
         """Close it if there is no handle of it and nobody writes: then its words may be given to another peer."""
         with self._lock:
             if self.handles or self._writers:
                 return False
-            self._words = _NO_WORDS
-            self._data = EMPTY
+            self._let_go()
             return True
+
+    def _let_go(self) -> None:
+        self._words = _NO_WORDS
 
     @property
     def revoked(self) -> bool:
         """The region was unregistered."""
         return not self._words[self._slot + 1]
 
+    def check(self) -> None:
+        """Raises what says that the region may not be used any more."""
+        permit = self._words[self._slot + 1]
+        if permit == FORBIDDEN:
+            raise AccessDenied(f"The owner of region {self._name!r} has forbidden it to this peer.", region=self._name)
+        if permit != self.generation:
+            raise StaleRegion(f"The owner of region {self._name!r} has unregistered it.", region=self._name)
+
+    def look(self, deadline: float) -> None:
+        """Between two pieces."""
+        self.check()
+        if monotonic() > deadline:
+            raise DeadlineError(f"The copy of region {self._name!r} did not end in time.", op="copy")
+
+
+class Mapping(Permit):
+    """The other side's, with the region's bytes."""
+
+    def __init__(self, memory: memoryview, slot: int, name: str, nbytes: int, generation: int) -> None:
+        super().__init__(memory, slot, name, generation)
+        self._data = memory[_DATA_AT : _DATA_AT + nbytes]
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._data = EMPTY
+
     def read(self, parts: Iterable[memoryview], blocks: Iterable[memoryview], deadline: float) -> None:
         """Copy from `blocks` of the region (see `views`) to `parts`."""
-        self._check()
+        self.check()
         self._move(parts, blocks, deadline)
-        self._check()
+        self.check()
 
     def write(self, parts: Iterable[memoryview], blocks: Iterable[memoryview], deadline: float) -> None:
         """Copy from `parts` to `blocks` of the region."""
         slot = self._slot
-        with self._lock:  # giving it back is the barrier between this store and the loads of `_check`
+        with self._lock:  # giving it back is the barrier between this store and the loads of `check`
             words = self._words
             self._writers += 1
             words[slot] = self._writers
         try:
-            self._check()
+            self.check()
             self._move(blocks, parts, deadline)
         finally:
             with self._lock:
@@ -190,7 +227,7 @@ class Mapping:
             moved += len(data)
             if moved >= PIECE_BYTES:
                 moved = 0
-                self._look(deadline)
+                self.look(deadline)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._data[offset : offset + nbytes]
@@ -205,23 +242,15 @@ class Mapping:
                 for start in range(offset, offset + stride * count, stride) if stride else (offset,) * count:
                     yield data[start : start + length]
 
-    def _check(self) -> None:
-        permit = self._words[self._slot + 1]
-        if permit == FORBIDDEN:
-            raise AccessDenied(f"The owner of region {self._name!r} has forbidden it to this peer.", region=self._name)
-        if permit != self.generation:
-            raise StaleRegion(f"The owner of region {self._name!r} has unregistered it.", region=self._name)
 
-    def _look(self, deadline: float) -> None:
-        """Between two pieces."""
-        self._check()
-        if monotonic() > deadline:
-            raise DeadlineError(f"The copy of region {self._name!r} did not end in time.", op="copy")
+def has_words(memory: memoryview, slot: int) -> bool:
+    """Whether what a peer passed has the words it says."""
+    return FIRST_SLOT <= slot < WORDS - 1 and len(memory) >= PAGE
 
 
 def fits(memory: memoryview, nbytes: int, slot: int) -> bool:
-    """Whether what a peer passed is what it says."""
-    return FIRST_SLOT <= slot < WORDS - 1 and 0 < nbytes <= len(memory) - _DATA_AT
+    """Whether what a peer passed has a region's bytes, too."""
+    return has_words(memory, slot) and 0 < nbytes <= len(memory) - _DATA_AT
 
 
 def _copy(to: memoryview, source: memoryview) -> None:

@@ -33,6 +33,7 @@ from rankmesh.errors import (
 )
 from rankmesh.memory.layout import Later
 from rankmesh.memory.protocol import CELL, REQUEST, SERVICE, Op, decode_failure
+from rankmesh.memory.pulling import Offer
 from rankmesh.memory.server import ERRORS
 from rankmesh.wire.header import Flag, Kind
 
@@ -377,12 +378,13 @@ class Write(Operation):
 
 
 class StreamedWrite(Operation):
-    """A write whose bytes go straight from their place."""
+    """A write whose bytes go straight from their place; or are fetched there by the owner, where it can."""
 
     what = "write"
     cost = STREAM_COST
     streamed = True
     _stream: Outflow | None = None
+    _offer: Offer | None = None
 
     def __init__(
         self, flow: Flow, region: str, body: bytes, timeout: float, parts: Iterable[memoryview], nbytes: int
@@ -391,8 +393,17 @@ class StreamedWrite(Operation):
         self._parts: Iterable[memoryview] = parts
         self.nbytes = nbytes
 
+    def prepare(self) -> None:
+        """Offer the bytes where they lie, if the owner can read them there."""
+        if isinstance(self._parts, tuple) and not self.finished:
+            self._offer = offer = Offer.make(self.router, self._parts[0])
+            if offer is not None:
+                self._body = offer.instead_of_stream(self._body)
+
     def request_left(self) -> None:
         super().request_left()
+        if self._offer is not None:
+            return
         if self.finished:  # refused while it was being sent: its bytes, which will not come, have a place there
             self._tell_aborted()
             return
@@ -405,16 +416,28 @@ class StreamedWrite(Operation):
 
     def answered(self, payload: memoryview) -> None:
         self._stream = None
+        self._take_back()
         self.conclude(None)
 
     def refused(self) -> None:
+        self._take_back()
         self._halt()
 
     def abandon(self) -> None:
         super().abandon()
+        if self._offer is not None:
+            self._take_back()
+            self.tell_cancelled()
+            return
         if self._stream is None:  # the request still leaves, and the owner would wait for the bytes
             self._tell_aborted()
         self._halt()
+
+    def _take_back(self) -> None:
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            self._parts = ()
+            offer.take_back()
 
     def _halt(self) -> None:
         """Send no more of it, and say so."""

@@ -12,8 +12,9 @@ A request is 32 bytes, little-endian, and what its operation needs:
     24  u64  nbytes      how much, in all
 
 What is read comes back as the reply's payload, what is written comes after the key, as long as it is small. With
-Bit.STREAMED it travels as DATA frames (endpoint/posted.py), from where it lies to where it shall lie. A reply to
-anything else is msgpack, eight bytes (the old value of a cell), or one byte (done). One with Flag.ERROR is a Failure.
+Bit.STREAMED it travels as DATA frames (endpoint/posted.py), from where it lies to where it shall lie; what is written
+with Bit.PULLED is fetched by the owner from where it lies, inside one host (memory/pulling.py). A reply to anything
+else is msgpack, eight bytes (the old value of a cell), or one byte (done). One with Flag.ERROR is a Failure.
 
 Everything here comes from another process: sizes are checked before anything is done with them.
 """
@@ -75,8 +76,10 @@ class Bit(IntEnum):
     WAIT = 8
     #: A WRITE tells of itself: the key counts, even if it is empty.
     NOTIFY = 16
-    #: Whoever OPENs would map the region, if that is possible.
+    #: Whoever OPENs would map the region, or read it where it lies, if that is possible.
     MAP = 32
+    #: A WRITE brings no bytes: after the key it says where they lie (memory/pulling.py).
+    PULLED = 64
 
 
 class Why(StrEnum):
@@ -123,6 +126,8 @@ class Description(msgspec.Struct, array_like=True, frozen=True):
     #: Where this one may: a segment's number, and the word by which it says that it is writing; 0: nowhere.
     segment: int = 0
     slot: int = 0
+    #: Where it lies, if this one may read it there: the segment has no more than the words, then.
+    address: int = 0
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True):

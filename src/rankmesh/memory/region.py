@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from rankmesh.buffers import readable, writable
+from rankmesh.buffers import address_of, readable, writable
 from rankmesh.endpoint.peer import Peer
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.work import Work
@@ -32,7 +32,7 @@ from rankmesh.memory.protocol import (
 )
 
 if TYPE_CHECKING:
-    from rankmesh.memory.mapping import SharedMemory
+    from rankmesh.memory.mapping import Permits
     from rankmesh.memory.moving import Moving
     from rankmesh.memory.server import MemoryServer
 
@@ -83,7 +83,7 @@ class Region:
         buffer: Any,
         access: str,
         generation: int,
-        shared: SharedMemory | None = None,
+        shared: Permits | None = None,
     ) -> None:
         if access not in ACCESS:
             raise UsageError(f"access= is 'r', 'w' or 'rw', not {access!r}. Pass one of these.")
@@ -100,9 +100,11 @@ class Region:
         if not self.nbytes:
             raise UsageError(f"Region {name!r} would have no bytes. Register memory that is not empty.")
         self.dtype, self.shape = _describe(buffer, self.nbytes)
-        self._aligned = np.frombuffer(self.view, np.uint8).__array_interface__["data"][0] % 8 == 0
-        #: Where same-host peers map it.
-        self.shared = shared
+        self.address = address_of(self.view)
+        self._aligned = self.address % 8 == 0
+        #: By which same-host peers map it, or read it where it lies: made when the first of these opens it.
+        self.shared: Permits | None = shared
+        self.mappable = shared is not None
         #: Transfers under way, by which it is kept.
         self.moving: set[Moving] = set()
         self.stale = False
@@ -174,8 +176,7 @@ class Region:
 
     def describe(self) -> Description:
         dtype = describe_dtype(self.dtype)
-        mappable = self.shared is not None
-        return Description(self.name, self.nbytes, dtype, self.shape, self.access, self.generation, mappable)
+        return Description(self.name, self.nbytes, dtype, self.shape, self.access, self.generation, self.mappable)
 
     def _check_live(self) -> None:
         """Raises StaleRegion or ClosedError once the memory is no longer here."""

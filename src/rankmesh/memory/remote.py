@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -13,14 +14,16 @@ from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import OutOfBounds, RankmeshError, UsageError
 from rankmesh.memory.layout import Batch, Block, indexed, local, rows
+from rankmesh.memory.mapping import Mapping
 from rankmesh.memory.operations import Operation, Read, StreamedRead, StreamedWrite, Swap, Write, read_small
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
+from rankmesh.memory.pulling import Pulled
 from rankmesh.memory.rails import STRIPED_FROM, striped
 from rankmesh.memory.region import as_signed
 
 if TYPE_CHECKING:
     from rankmesh.memory.flow import Flow
-    from rankmesh.memory.mapping import Mapping
+    from rankmesh.memory.mapping import Permit
     from rankmesh.memory.rails import Rails
 
 _pack: Final = REQUEST.pack
@@ -37,15 +40,18 @@ class RemoteRegion:
     handle may be used from many threads. One whose region was unregistered, or registered anew, raises StaleRegion.
     """
 
-    def __init__(self, flow: Flow, rails: Rails, info: RegionInfo, mapping: Mapping | None) -> None:
+    def __init__(self, flow: Flow, rails: Rails, info: RegionInfo, permit: Permit | None) -> None:
         self._flow = flow
         self._rails = rails
-        self._mapping = mapping
+        self._permit = permit
+        mapping = permit if isinstance(permit, Mapping) else None
         #: The mapping, where it may be used for that.
         self._read_through = mapping if "r" in info.access else None
         self._write_through = mapping if info.access == "rw" else None
-        if mapping is not None:
-            mapping.handles += 1
+        #: Reads it where it lies.
+        self._pulled = permit if isinstance(permit, Pulled) else None
+        if permit is not None:
+            permit.handles += 1
         self._timeout = flow.router.hub.config.timeout
         #: Up to this size bytes travel in the request or the reply.
         self._inline = min(JOIN_BYTES, flow.router.hub.config.eager_bytes) - 1024
@@ -61,7 +67,7 @@ class RemoteRegion:
     def mapped(self) -> bool:
         """Its memory is mapped here: reads and writes are plain copies, made by the calling thread, also those with
         `async_op`."""
-        return self._mapping is not None
+        return isinstance(self._permit, Mapping)
 
     @property
     def peer(self) -> Any:
@@ -97,6 +103,13 @@ class RemoteRegion:
             return self._read_batch(out, self._batch_of(parts, [_block(out, parts, offset, stride)]), timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
+        if (
+            nbytes > self._inline
+            and isinstance(parts, tuple)
+            and not async_op
+            and self._pull(parts[0], offset, timeout)
+        ):
+            return out
         if nbytes >= STRIPED_FROM and isinstance(parts, tuple):
             work = self._striped(parts[0], offset, out, timeout, reads=True)
             if work is not None:
@@ -128,6 +141,14 @@ class RemoteRegion:
         kind = Read if nbytes <= self._inline else StreamedRead
         timeout = self._timeout if timeout is None else timeout
         return self._run(kind(self._flow, self.name, body, timeout, out, parts, nbytes), async_op)
+
+    def _pull(self, into: memoryview, offset: int, timeout: float | None) -> bool:
+        """Read it where it lies. False: that cannot be."""
+        pulled = self._pulled
+        if pulled is None:
+            return False
+        with self._unharmed():
+            return pulled.read(into, offset, monotonic() + (self._timeout if timeout is None else timeout))
 
     # ------------------------------------------------------------------ writing
 
@@ -281,9 +302,8 @@ class RemoteRegion:
         seconds = self._timeout if timeout is None else timeout
         error: RankmeshError | None = None
         try:
-            self._flow.check("copy of region", self.name)
-            move(parts, blocks, monotonic() + seconds)
-            self._flow.check("copy of region", self.name)
+            with self._unharmed():
+                move(parts, blocks, monotonic() + seconds)
         except RankmeshError as raised:
             if not async_op:
                 raise
@@ -301,6 +321,16 @@ class RemoteRegion:
         else:
             work.fail(error)
         return work
+
+    @contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        """A copy without the owner counts if the connection is there, before and after it. Where it is not, that is
+        what is wrong, and not the permit that went with it."""
+        self._flow.check("copy of region", self.name)
+        try:
+            yield
+        finally:
+            self._flow.check("copy of region", self.name)
 
     def _batch_of(self, parts: Iterable[memoryview], blocks: Iterable[Block]) -> Batch:
         """Blocks of the region, and the caller's memory for them."""
@@ -335,10 +365,10 @@ class RemoteRegion:
     def close(self) -> None:
         """Let go of the mapping, if there is one: the handle goes on without."""
         with self._flow.router.engine:
-            mapping, self._mapping = self._mapping, None
-            self._read_through = self._write_through = None
-            if mapping is not None:
-                mapping.handles -= 1
+            permit, self._permit = self._permit, None
+            self._read_through = self._write_through = self._pulled = None
+            if permit is not None:
+                permit.handles -= 1
                 self._flow.sweep()
 
     def __enter__(self) -> Self:

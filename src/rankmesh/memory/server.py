@@ -5,7 +5,8 @@ A request is checked as a whole (region, generation, allow-list, access, bounds,
 - what is small is copied and answered at once: the read's bytes leave in the reply, in one system call; replies to
   requests that came together leave together;
 - what is large is moved piece by piece between other work: a read goes straight from the region's memory into the
-  connection's bulk lane, where it takes turns with others; a write is received straight into the region.
+  connection's bulk lane, where it takes turns with others; a write is received straight into the region, or fetched
+  from the writer's memory (pulling.py).
 
 Nothing waits for memory of ours, so nothing is queued but the transfers themselves, and they are bounded in bytes of
 bookkeeping (Config.memory_queue_bytes for each peer). All methods need the engine's lock unless they say otherwise.
@@ -51,6 +52,7 @@ from rankmesh.memory.protocol import (
     encode,
     read_ask,
 )
+from rankmesh.memory.pulling import PulledWriting, Source
 from rankmesh.memory.region import Refusal, Region
 from rankmesh.wire.header import Flag, Kind
 
@@ -282,6 +284,9 @@ class MemoryServer(Finder):
         if ask.bits & Bit.STREAMED:
             self._on_streamed_write(router, ident, ask, payload)
             return
+        if ask.bits & Bit.PULLED:
+            self._on_pulled_write(router, ident, ask, payload)
+            return
         region = self._region(router, ask, reads=False, writes=True)
         key = self._key(region, ask, payload)
         parts = region.parts(ask, payload)
@@ -310,6 +315,20 @@ class MemoryServer(Finder):
         writing = Writing(self, region, router, ident, key, cost)
         writing.posted = arrivals.expect(ident | BROUGHT, ask.nbytes, parts, writing.arrived)
         self._begin(writing)
+
+    def _on_pulled_write(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        polled = router.polled
+        if polled is None or polled.puller is None or ask.bits & Bit.BATCH or not ask.nbytes:
+            raise ProtocolError("a write that cannot be fetched", reason="malformed request")
+        source = Source.parse(payload[_HEAD + ask.key :])
+        region = self._region(router, ask, reads=False, writes=True)
+        key = self._key(region, ask, payload)
+        (into,) = region.parts(ask, payload)
+        cost = TRANSFER_COST + len(payload)
+        self._check_room(router, ident, cost)
+        writing = PulledWriting(self, region, router, ident, key, cost, into, source, polled)
+        self._begin(writing)
+        writing.work_off()
 
     def written(self, region: Region, router: Router, ident: int, key: bytes | None) -> None:
         """A write is applied: tell those who wait for it, and then the writer."""
@@ -382,6 +401,8 @@ class MemoryServer(Finder):
         moving = self._moving.get(router.index, {}).get(ident)
         if isinstance(moving, Reading):
             moving.abort(Why.CANCELLED, "it was cancelled")
+        elif isinstance(moving, PulledWriting):
+            self.ended(moving)
         self._forget(router, ident)
 
     # ------------------------------------------------------------------ the end

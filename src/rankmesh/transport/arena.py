@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from rankmesh.buffers import MID_PAGE, PAGE
+from rankmesh.buffers import MID_PAGE, PAGE, address_of
 from rankmesh.config import MIB
 from rankmesh.transport.segment import anonymous
 
@@ -43,7 +43,7 @@ class _Segment:
         self.ident = ident
         self.nbytes = nbytes
         self.memory, self.fd = anonymous("rankmesh-arena", nbytes)
-        self.address = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
+        self.address = address_of(memoryview(self.memory))
         self.free: list[tuple[int, int]] = [(0, nbytes)]
         weakref.finalize(self, os.close, self.fd)
 
@@ -101,7 +101,7 @@ class Arena:
         """Where these bytes lie, if they lie here."""
         if not self._segments:
             return None
-        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        address = address_of(view)
         for segment in list(self._segments.values()):
             if segment.address <= address < segment.address + segment.nbytes:
                 return Spot(segment.ident, address - segment.address)

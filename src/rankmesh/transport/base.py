@@ -27,6 +27,7 @@ from typing import Protocol, runtime_checkable
 from rankmesh.buffers import Buffer
 from rankmesh.config import Config
 from rankmesh.transport.address import Address
+from rankmesh.transport.pulling import Puller
 from rankmesh.transport.ring import RingReader, RingWriter
 
 
@@ -82,6 +83,8 @@ class PolledLink(Link, Protocol):
     shared: dict[int, memoryview]
     #: The other side's process, by the kernel's word; 0 where it has no number here (another container).
     process: int
+    #: Reads that process's memory where it lies; None: it cannot be read, or Config.pull says no.
+    puller: Puller | None
 
     @property
     def cells(self) -> memoryview:
@@ -90,6 +93,11 @@ class PolledLink(Link, Protocol):
 
     @property
     def their_cells(self) -> memoryview: ...
+
+    @property
+    def pulls(self) -> bool:
+        """The other side can read the memory of this process."""
+        ...
 
     def share(self, segment: int, fd: int, nbytes: int, writable: bool = False) -> bool:
         """Let the other side map a segment. False: not now."""

@@ -1,15 +1,18 @@
 """Memory of another process of this host, read where it lies: `process_vm_readv`, one copy, made by the kernel.
 
 It needs the permission to trace that process: the same user, and neither Yama (`kernel.yama.ptrace_scope`) nor a
-container's filter of system calls against it. Nothing tells beforehand: who wants to pull tries (`Puller.finds`). What
-the kernel cannot reach for others, as memory of devices, fails for its owner in the same way (`Puller.reaches`).
+container's filter of system calls against it. Nothing tells beforehand: who wants to pull tries, with a random word
+(`Beacon`, `Puller.stands`). What the kernel cannot reach for others, as memory of devices, fails for its owner in the
+same way (`Puller.reaches`).
 
-An address is only ever one that its owner gave, of its own memory.
+An address is only ever one that its owner gave, of its own memory. A process is known by its number, which may be
+another's one day: who must be sure that it was the right one looks for the word again, afterwards.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
@@ -33,15 +36,35 @@ def _process_vm_readv() -> Callable[..., int] | None:
     return call
 
 
+class Beacon:
+    """A random word in this process's memory: who finds it there can read the rest."""
+
+    def __init__(self) -> None:
+        self._word = ctypes.c_uint64.from_buffer_copy(os.urandom(_WORD))
+        self.address = ctypes.addressof(self._word)
+        self.value = self._word.value
+
+
 class Puller:
     """Reads the memory of one process. Not for two threads at once."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, beacon: tuple[int, int] = (0, 0)) -> None:
+        """`beacon`: where that process shows one, and what it says."""
         self._pid = pid
+        self._beacon = beacon
         self._call = _process_vm_readv()
         self._here, self._there, self._word = _Vector(), _Vector(), ctypes.c_uint64()
         self._byte = ctypes.addressof(self._word)
         self._vectors = ctypes.addressof(self._here), ctypes.addressof(self._there)
+
+    def twin(self) -> Puller:
+        """The same, for another thread."""
+        return Puller(self._pid, self._beacon)
+
+    def stands(self) -> bool:
+        """Whether the beacon is there: this is the process it is taken for, and it lets us."""
+        address, value = self._beacon
+        return self._pid > 0 and address > 0 and self.finds(address, value)
 
     def pull(self, into: int, address: int, nbytes: int) -> bool:
         """Copy so many bytes from `address` there to `into` here. False: not all of it could be read, because that
@@ -53,7 +76,7 @@ class Puller:
         return self._call is not None and self._call(self._pid, to, 1, source, 1, 0) == nbytes
 
     def finds(self, address: int, value: int) -> bool:
-        """Whether that word is there: this is the process it is taken for, and it lets us."""
+        """Whether that word is there."""
         word = self._word
         word.value = ~value
         return self.pull(self._byte, address, _WORD) and word.value == value

@@ -1,7 +1,8 @@
 """The memory two processes share: anonymous, passed by descriptor, so that nothing is left behind however they end.
 
-    page 0       MAGIC, then the proofs: a random value written by each side and read by the other; then each side's
-                 cells, by which it takes back what it allowed the other to copy (endpoint/sharing.py)
+    page 0       MAGIC, then the proofs: a random value written by each side and read by the other; then what each side
+                 says of memory outside this segment (see PULLING); then each side's cells, by which it takes back what
+                 it allowed the other to copy (endpoint/sharing.py)
     page 1 …     the direction from the connecting side to the accepting one (see ring.py)
     then         the direction back
 
@@ -24,6 +25,9 @@ from rankmesh.transport.ring import DIRECTION_BYTES
 MAGIC: Final = b"rmshm\x00\x00\x02"
 PROOF_BYTES: Final = 16
 _PROOFS: Final = (64, 128)
+#: Three words of each side's: where its beacon lies and what it says (pulling.py); and 1 once it has found the other's.
+_PULLING: Final = (192, 256)
+PULLING_WORDS: Final = 3
 #: Words by which a side takes back what it offered.
 CELLS: Final = 64
 _CELLS: Final = (1024, 2048)
@@ -44,9 +48,13 @@ class Segment:
         first = self._view[PAGE : PAGE + DIRECTION_BYTES]
         second = self._view[PAGE + DIRECTION_BYTES :]
         self.outgoing, self.incoming = (first, second) if side == 0 else (second, first)
-        self.cells, self.their_cells = (
-            self._view[at : at + 8 * CELLS].cast("Q") for at in (_CELLS[side], _CELLS[1 - side])
-        )
+        self.cells, self.their_cells = self._words(_CELLS, CELLS)
+        self.pulling, self.their_pulling = self._words(_PULLING, PULLING_WORDS)
+
+    def _words(self, places: tuple[int, int], count: int) -> tuple[memoryview, memoryview]:
+        """Of this side, and of the other."""
+        mine, theirs = (self._view[at : at + 8 * count].cast("Q") for at in places)
+        return (mine, theirs) if self._side == 0 else (theirs, mine)
 
     def prove(self) -> bytes:
         """Write a random value, which the other side is to read."""
@@ -62,7 +70,8 @@ class Segment:
 
     def close(self) -> None:
         """Unmap it. The rings on it were released before."""
-        for view in (self.outgoing, self.incoming, self.cells, self.their_cells, self._view):
+        words = self.cells, self.their_cells, self.pulling, self.their_pulling
+        for view in (self.outgoing, self.incoming, *words, self._view):
             view.release()
         self._map.close()
 

@@ -7,6 +7,9 @@ together, carries the bells, and ends when its process does, however that ends.
     memory, OPENING (proof) by socket     →      the caller is of the same user; maps it, reads the proof there
     reads the other proof in the memory   ←      ANSWER: the proof it read, and its own
 
+Each side also shows a beacon there, and looks for the other's in that process's memory (pulling.py): if it finds it, it
+can read what the other side points it to (`puller`), and says so in the memory (`pulls`).
+
 Bells are bytes on the socket: one for "there is something to read" and for "there is room", whichever the other side
 sleeps for. Between bells there may be notices of further segments, of arenas (notices.py). Two ways to use a link:
 
@@ -38,6 +41,7 @@ from rankmesh.transport import segment
 from rankmesh.transport.address import Address
 from rankmesh.transport.base import Link
 from rankmesh.transport.notices import BELL_BYTE, MAX_SHARED, Notices
+from rankmesh.transport.pulling import Beacon, Puller
 from rankmesh.transport.ring import BELL, ENDED, OPEN, RESET, ROOM, STATE, RingReader, RingWriter
 from rankmesh.transport.segment import CELLS, PROOF_BYTES, Segment, take_back
 
@@ -60,7 +64,8 @@ class ShmLink:
     drained_on_short_read = False
     loopback = True
 
-    def __init__(self, sock: socket.socket, local: str, remote: str, *, connecting: bool) -> None:
+    def __init__(self, sock: socket.socket, local: str, remote: str, *, connecting: bool, pull: bool) -> None:
+        """`pull`: the two sides may read each other's memory, as far as the system lets them."""
         self.local = local
         self.remote = remote
         self.reader: RingReader | None = None
@@ -70,6 +75,8 @@ class ShmLink:
         self._sock = sock
         self._connecting = connecting
         self._segment: Segment | None = None
+        self._beacon = Beacon() if pull else None
+        self.puller: Puller | None = None
         self._proof = b""
         self._opening: tuple[bytes, int] | None = None
         self._wants_write = False
@@ -97,6 +104,7 @@ class ShmLink:
     def offer(self) -> None:
         """The connecting side makes the memory; `establish()` passes it on."""
         self._segment, fd = segment.create()
+        self._show_beacon(self._segment)
         self._proof = self._segment.prove()
         self._opening = (_OPENING.pack(segment.MAGIC, self._proof), fd)
 
@@ -139,12 +147,23 @@ class ShmLink:
         read = shared.proof()
         if read != written:
             raise OSError(errno.EBADMSG, "the memory is not shared: what one side wrote the other did not read")
+        self._show_beacon(shared)
         self._sock.send(_ANSWER.pack(read, shared.prove()))
         self._share(shared)
+
+    def _show_beacon(self, shared: Segment) -> None:
+        beacon = self._beacon
+        if beacon is not None:
+            shared.pulling[0], shared.pulling[1] = beacon.address, beacon.value
 
     def _share(self, shared: Segment) -> None:
         self.writer = RingWriter(shared.outgoing)
         self.reader = reader = RingReader(shared.incoming)
+        address, value, _ = shared.their_pulling
+        puller = Puller(self.process, (address, value))
+        if self._beacon is not None and puller.stands():
+            self.puller = puller
+            shared.pulling[2] = 1
         reader.control[BELL] = 1
         with self.fence:
             pass
@@ -269,6 +288,10 @@ class ShmLink:
     def their_cells(self) -> memoryview:
         assert self._segment is not None
         return self._segment.their_cells
+
+    @property
+    def pulls(self) -> bool:
+        return self._segment is not None and self._segment.their_pulling[2] == 1
 
     def share(self, segment: int, fd: int, nbytes: int, writable: bool = False) -> bool:
         return self._notices.share(segment, fd, nbytes, writable)
@@ -404,7 +427,8 @@ os.register_at_fork(after_in_child=_after_fork)
 class ShmListener:
     """A Unix socket in the abstract name space: no file, and nothing left when the process ends."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, pull: bool) -> None:
+        self._pull = pull
         name = address.host or secrets.token_hex(16)
         self.address = Address("shm", name)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -427,7 +451,7 @@ class ShmListener:
         if uid != os.geteuid():
             sock.close()
             raise BlockingIOError(errno.EAGAIN, "the caller was of another user")
-        return ShmLink(sock, str(self.address), f"{self.address}#{pid}", connecting=False)
+        return ShmLink(sock, str(self.address), f"{self.address}#{pid}", connecting=False, pull=self._pull)
 
     def close(self) -> None:
         self._sock.close()
@@ -437,7 +461,7 @@ class ShmTransport:
     scheme = "shm"
 
     def listen(self, address: Address, config: Config) -> ShmListener:
-        return ShmListener(address)
+        return ShmListener(address, config.pull)
 
     def resolve(self, address: Address) -> list[Address]:
         return [address]
@@ -446,7 +470,7 @@ class ShmTransport:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             sock.connect(_socket_name(address.host))
-            link = ShmLink(sock, f"{address}#{os.getpid()}", str(address), connecting=True)
+            link = ShmLink(sock, f"{address}#{os.getpid()}", str(address), connecting=True, pull=config.pull)
             link.offer()
         except BlockingIOError as error:
             sock.close()
