@@ -23,7 +23,7 @@ from rankmesh.collectives.founding import State
 from rankmesh.endpoint.timers import Timers
 from rankmesh.testing import run_world
 from rankmesh.transport.shm import ShmLink
-from ranks import run_ranks
+from ranks import Ranks, Talk, run_ranks
 from timing import scaled, wait_until
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -309,7 +309,7 @@ def test_what_is_postponed_gets_on(seconds: float, cores: int) -> None:
     run_ranks(3, _postpone_and_leave, PATIENT, (seconds, cores))
 
 
-def _wait_beside_another(mesh: Mesh) -> None:
+def _wait_beside_another(mesh: Mesh, talk: Talk) -> None:
     """One thread leads, and sleeps for something else, when another waits for what was postponed."""
     with ThreadPoolExecutor(1) as thread:
         work = _postponed(mesh, scaled(100), cores=2)
@@ -318,13 +318,20 @@ def _wait_beside_another(mesh: Mesh) -> None:
             engine.timers = Timers()
         waiting = thread.submit(mesh.recv, np.zeros(1), other, 7)
         wait_until(lambda: getattr(engine.leader, "parker", None) is engine.waker, 10, "the thread leads, asleep")
+        talk.send("asleep")
+        assert talk.recv() == "go on"
         assert np.all(work.result() == mesh.size)
         mesh.send(np.zeros(1), other, 7)
         waiting.result()
+    talk.send("done")
 
 
 def test_what_is_postponed_gets_on_when_somebody_waits_beside_a_leader() -> None:
-    run_ranks(2, _wait_beside_another, PATIENT)
+    with Ranks(2, _wait_beside_another, PATIENT) as ranks:
+        assert ranks.hear_all() == ["asleep"] * 2, "both, before one gets on: it needs nothing more of the other"
+        for rank in range(2):
+            ranks.say(rank, "go on")
+        assert ranks.hear_all() == ["done"] * 2
 
 
 def _enter_one_by_one(mesh: Mesh) -> tuple[float, list[float]]:

@@ -21,9 +21,9 @@ from rankmesh.config import KIB, MIB, Config
 from rankmesh.testing.pump import connect_pair, is_ready, retry, transfer, wait_any
 from rankmesh.transport import Address, Link, segment, shm
 from rankmesh.transport.notices import MAX_SHARED
+from rankmesh.transport.pulling import Puller
 from rankmesh.transport.ring import BELL, FREED, HEAD, SLOT_BYTES, begin
 from rankmesh.transport.segment import CELLS, MAGIC, PROOF_BYTES, SEGMENT_BYTES
-from rankmesh.transport.pulling import Puller
 from rankmesh.transport.shm import ShmLink, ShmListener, ShmTransport
 from timing import scaled
 
