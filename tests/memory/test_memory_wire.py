@@ -175,6 +175,8 @@ REFUSED: dict[str, tuple[Case, Why]] = {
     "open of an unknown name": (lambda p: p.request(Op.OPEN, 0, 2) + b"no", Why.MISSING),
     "open of what is not allowed": (lambda p: p.request(Op.OPEN, 0, 7) + b"private", Why.DENIED),
     "open of what is no text": (lambda p: p.request(Op.OPEN, 0, 2) + b"\xff\xfe", Why.INVALID),
+    "write to be fetched from another host": (
+        lambda p: p.request(Op.WRITE, Bit.PULLED, nbytes=8) + pieces(4096, 0, 0), Why.INVALID),
     "streamed write past the end": (
         lambda p: p.request(Op.WRITE, Bit.STREAMED, offset=NBYTES - 1, nbytes=1000), Why.BOUNDS),
     "streamed write of an old generation": (
@@ -209,8 +211,6 @@ BROKEN: dict[str, tuple[Callable[[Place], bytes], str]] = {
     "more data than was said": (
         lambda p: frame(refused_write(p)) + data(1 | BROUGHT, 900) + data(1 | BROUGHT, 200, 900), "piece 900\\+200"),
     "data out of order": (lambda p: frame(refused_write(p)) + data(1 | BROUGHT, 10, 500), "piece 500\\+10"),
-    "a write to be fetched from another host": (
-        lambda p: frame(p.request(Op.WRITE, Bit.PULLED, nbytes=8) + pieces(4096, 0, 0)), "cannot be fetched"),
     "two writes of one number": (lambda p: frame(refused_write(p)) * 2, "asked for twice"),
 }  # fmt: skip
 

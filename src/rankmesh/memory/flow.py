@@ -54,7 +54,7 @@ class Flow:
     @property
     def needed(self) -> bool:
         """The connection must stay although it is quiet."""
-        return bool(self._waiting or self._mappings)
+        return bool(self._waiting) or any(isinstance(each, Mapping) for each in self._mappings.values())
 
     @contextmanager
     def opening(self) -> Iterator[None]:

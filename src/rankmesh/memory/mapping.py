@@ -17,8 +17,8 @@ Never a wrong byte:
 - Between two pieces a writer looks again, so that nobody waits longer for it than a piece takes.
 
 A peer that dies, or is lost, has its words taken down by the owner. One that is lost while it lives (stopped, cut off)
-might still be in the middle of a piece: therefore its words are given to nobody else, and the memory of an allocated
-region is never used for another one.
+might still be in the middle of a piece: therefore the words of one that may write are given to nobody else, and the
+memory of an allocated region is never used for another one.
 
 What is in page 0 is written by peers, and nothing but waiting depends on it.
 """
@@ -99,6 +99,8 @@ class Permits:
         slot = self._slots.pop(router.index, 0)
         if slot:
             self._words[slot] = self._words[slot + 1] = 0
+            if not self.writable:  # nobody writes there, late or not
+                self._free.append(slot)
 
     def revoke(self) -> None:
         """From now on nobody begins to copy."""
@@ -173,6 +175,11 @@ class Permit:
         """The region was unregistered."""
         return not self._words[self._slot + 1]
 
+    @property
+    def holds(self) -> bool:
+        """The region may be used."""
+        return self._words[self._slot + 1] == self.generation
+
     def check(self) -> None:
         """Raises what says that the region may not be used any more."""
         permit = self._words[self._slot + 1]
@@ -185,7 +192,10 @@ class Permit:
         """Between two pieces."""
         self.check()
         if monotonic() > deadline:
-            raise DeadlineError(f"The copy of region {self._name!r} did not end in time.", op="copy")
+            raise self.late()
+
+    def late(self) -> DeadlineError:
+        return DeadlineError(f"The copy of region {self._name!r} did not end in time.", op="copy")
 
 
 class Mapping(Permit):

@@ -29,6 +29,9 @@ class Moving:
         """Move no more bytes, and tell whoever asked."""
         raise NotImplementedError
 
+    def let_go(self) -> None:
+        """It has ended: refer to the region's memory no longer."""
+
 
 class Reading(Moving, Outflow):
     """A large read: its bytes leave from the region."""

@@ -2,8 +2,8 @@
 
 An operation is a Work that waits in its router's `requests` under its ident. The caller's thread packs the request,
 takes the lock once, sends with one system call, and drives the engine itself until the answer is there. What is small
-comes in the reply and is copied from the staging buffer; what is large is received straight into the caller's memory,
-whose place is posted before the request leaves (endpoint/posted.py).
+comes in the reply and is copied from the staging buffer; what is large (streaming.py) is received straight into the
+caller's memory, whose place is posted before the request leaves (endpoint/posted.py).
 
 Giving up (timeout, cancel) detaches the caller's memory first. A read that was sent stays known, without it, until its
 last byte or the owner's answer has come: nothing that still arrives is taken for something else. A write stops; what
@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from rankmesh.endpoint.lanes import Lane
-from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow, Posted
 from rankmesh.endpoint.requests import Asking
 from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import (
@@ -33,7 +31,6 @@ from rankmesh.errors import (
 )
 from rankmesh.memory.layout import Later
 from rankmesh.memory.protocol import CELL, REQUEST, SERVICE, Op, decode_failure
-from rankmesh.memory.pulling import Offer
 from rankmesh.memory.server import ERRORS
 from rankmesh.wire.header import Flag, Kind
 
@@ -46,8 +43,6 @@ _ERROR: Final = int(Flag.ERROR)
 CANCEL: Final = REQUEST.pack(Op.CANCEL, 0, 0, 0, 0, 0, 0)
 #: What an operation costs in the window of its flow besides the bytes that its owner has to keep.
 COST: Final = 128
-#: What a streamed one costs: its bytes are kept nowhere, and this bounds their number.
-STREAM_COST: Final = 4096
 
 
 class Carrier(Send):
@@ -136,6 +131,7 @@ class Operation(Asking[Any]):
                 if self.streamed:
                     self.request_left()
             else:
+                self.postponed()
                 self._carrier = Carrier(self, self._body)
                 router.outbound.start(self._carrier)
         except BaseException:
@@ -147,6 +143,9 @@ class Operation(Asking[Any]):
 
     def prepare(self) -> None:
         """Before the request leaves: post what it asks for."""
+
+    def postponed(self) -> None:
+        """The request does not leave at once: perhaps by another connection than there is now."""
 
     def request_left(self) -> None:
         """The request is before whatever is sent from now on."""
@@ -322,48 +321,6 @@ def read_small(
     return read.outcome()
 
 
-class StreamedRead(Read):
-    """A read whose bytes come straight into their place."""
-
-    streamed = True
-    _posted: Posted | None = None
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.cost = STREAM_COST
-
-    def prepare(self) -> None:
-        self._posted = self.router.arrivals.expect(self.ident | ANSWER, self.nbytes, self._parts, self._arrived)
-
-    def request_left(self) -> None:
-        super().request_left()
-        self.make_views(self._parts)
-        self._parts = ()
-
-    def _arrived(self, whole: bool) -> None:
-        """The last byte is here."""
-        self.router.requests.pop(self.ident, None)
-        self._settle()
-        if not self.finished:
-            self.conclude(self._out)
-
-    def answered(self, payload: memoryview) -> None:
-        raise ProtocolError("a reply to a read whose bytes were to be streamed", reason="unexpected reply")
-
-    def refused(self) -> None:
-        self.router.arrivals.forget(self.ident | ANSWER)
-        if self._posted is not None:
-            self._posted.discard()
-
-    def abandon(self) -> None:
-        """It stays known, without its place, until the last byte or the owner's answer."""
-        posted = self._posted
-        if posted is not None:
-            posted.discard()
-            self.router.inbound.divert(posted)
-        self.tell_cancelled()
-
-
 class Write(Operation):
     """A write whose bytes are in the request."""
 
@@ -375,81 +332,6 @@ class Write(Operation):
 
     def answered(self, payload: memoryview) -> None:
         self.conclude(None)
-
-
-class StreamedWrite(Operation):
-    """A write whose bytes go straight from their place; or are fetched there by the owner, where it can."""
-
-    what = "write"
-    cost = STREAM_COST
-    streamed = True
-    _stream: Outflow | None = None
-    _offer: Offer | None = None
-
-    def __init__(
-        self, flow: Flow, region: str, body: bytes, timeout: float, parts: Iterable[memoryview], nbytes: int
-    ) -> None:
-        super().__init__(flow, region, body, timeout)
-        self._parts: Iterable[memoryview] = parts
-        self.nbytes = nbytes
-
-    def prepare(self) -> None:
-        """Offer the bytes where they lie, if the owner can read them there."""
-        if isinstance(self._parts, tuple) and not self.finished:
-            self._offer = offer = Offer.make(self.router, self._parts[0])
-            if offer is not None:
-                self._body = offer.instead_of_stream(self._body)
-
-    def request_left(self) -> None:
-        super().request_left()
-        if self._offer is not None:
-            return
-        if self.finished:  # refused while it was being sent: its bytes, which will not come, have a place there
-            self._tell_aborted()
-            return
-        if not self.make_views(self._parts):
-            return
-        outbound = self.router.outbound
-        self._stream = Outflow(outbound, self.ident | BROUGHT, self._parts, self.nbytes)
-        self._parts = ()
-        outbound.move(self._stream, self.nbytes)
-
-    def answered(self, payload: memoryview) -> None:
-        self._stream = None
-        self._take_back()
-        self.conclude(None)
-
-    def refused(self) -> None:
-        self._take_back()
-        self._halt()
-
-    def abandon(self) -> None:
-        super().abandon()
-        if self._offer is not None:
-            self._take_back()
-            self.tell_cancelled()
-            return
-        if self._stream is None:  # the request still leaves, and the owner would wait for the bytes
-            self._tell_aborted()
-        self._halt()
-
-    def _take_back(self) -> None:
-        offer, self._offer = self._offer, None
-        if offer is not None:
-            self._parts = ()
-            offer.take_back()
-
-    def _halt(self) -> None:
-        """Send no more of it, and say so."""
-        self._parts = ()
-        stream, self._stream = self._stream, None
-        if stream is not None and stream.left:
-            self.router.outbound.halt(stream)
-            self._tell_aborted()
-
-    def _tell_aborted(self) -> None:
-        """In a lane that comes after the request's."""
-        self.router.outbound.control(Kind.ABORT, self.ident | BROUGHT, Lane.MESSAGE)
 
 
 class Swap(Operation):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -10,16 +12,19 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from rankmesh.buffers import address_of
 from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import OutOfBounds, RankmeshError, UsageError
 from rankmesh.memory.layout import Batch, Block, indexed, local, rows
 from rankmesh.memory.mapping import Mapping
-from rankmesh.memory.operations import Operation, Read, StreamedRead, StreamedWrite, Swap, Write, read_small
+from rankmesh.memory.operations import Operation, Read, Swap, Write, read_small
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
 from rankmesh.memory.pulling import Pulled
 from rankmesh.memory.rails import STRIPED_FROM, striped
 from rankmesh.memory.region import as_signed
+from rankmesh.memory.streaming import StreamedRead, StreamedWrite
+from rankmesh.transport.pulling import Puller, populate
 
 if TYPE_CHECKING:
     from rankmesh.memory.flow import Flow
@@ -148,7 +153,11 @@ class RemoteRegion:
         if pulled is None:
             return False
         with self._unharmed():
-            return pulled.read(into, offset, monotonic() + (self._timeout if timeout is None else timeout))
+            done = pulled.read(into, offset, monotonic() + (self._timeout if timeout is None else timeout))
+        polled = self._flow.router.polled
+        if not done and polled is not None and polled.puller is not None:
+            pulled.renew(polled.puller)
+        return done
 
     # ------------------------------------------------------------------ writing
 
@@ -220,8 +229,25 @@ class RemoteRegion:
         timeout = self._timeout if timeout is None else timeout
         if streamed:
             body = b"".join((head, key, table)) if key or table else head
-            return self._run(StreamedWrite(self._flow, self.name, body, timeout, parts, nbytes), async_op)
+            fetchable = self._fetchable(parts)
+            return self._run(StreamedWrite(self._flow, self.name, body, timeout, parts, nbytes, fetchable), async_op)
         return self._run(Write(self._flow, self.name, b"".join((head, key, table, *parts)), timeout), async_op)
+
+    def _fetchable(self, parts: Iterable[memoryview]) -> bool:
+        """Whether the owner can fetch these bytes. If so they are in memory now: it has other things to do than to wait
+        for a disk of ours."""
+        polled = self._flow.router.polled
+        if polled is None or not polled.pulls or not isinstance(parts, tuple):
+            return False
+        address = address_of(parts[0])
+        try:
+            populate(address, len(parts[0]))
+        except OSError as error:
+            if error.errno == errno.EFAULT:
+                said = "Some of the bytes to be written are not there. Was a file cut off that they are mapped from?"
+                raise UsageError(said) from error
+            return Puller(os.getpid()).reaches(address)
+        return True
 
     def _striped(self, view: memoryview, offset: int, value: Any, timeout: float | None, reads: bool) -> Any:
         """A large transfer over several connections; None: there is one."""

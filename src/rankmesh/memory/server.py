@@ -52,7 +52,7 @@ from rankmesh.memory.protocol import (
     encode,
     read_ask,
 )
-from rankmesh.memory.pulling import PulledWriting, Source
+from rankmesh.memory.pulling import Fetching, PulledWriting, Source
 from rankmesh.memory.region import Refusal, Region
 from rankmesh.wire.header import Flag, Kind
 
@@ -95,6 +95,7 @@ class MemoryServer(Finder):
         #: By router index: transfers under way by ident, and what they cost.
         self._moving: dict[int, dict[int, Moving]] = {}
         self._cost: dict[int, int] = {}
+        self._fetching = Fetching(hub.engine)
         #: Routers for which replies wait to leave together.
         self._holding: set[Router] = set()
         self.served = 0
@@ -318,8 +319,10 @@ class MemoryServer(Finder):
 
     def _on_pulled_write(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         polled = router.polled
-        if polled is None or polled.puller is None or ask.bits & Bit.BATCH or not ask.nbytes:
-            raise ProtocolError("a write that cannot be fetched", reason="malformed request")
+        if polled is None or polled.puller is None:
+            raise Refusal(Why.INVALID, "its bytes cannot be fetched: the memory of who writes is not to be read here")
+        if ask.bits & Bit.BATCH or not ask.nbytes:
+            raise ProtocolError(f"a write of {ask.nbytes} bytes to be fetched", reason="malformed request")
         source = Source.parse(payload[_HEAD + ask.key :])
         region = self._region(router, ask, reads=False, writes=True)
         key = self._key(region, ask, payload)
@@ -328,7 +331,7 @@ class MemoryServer(Finder):
         self._check_room(router, ident, cost)
         writing = PulledWriting(self, region, router, ident, key, cost, into, source, polled)
         self._begin(writing)
-        writing.work_off()
+        self._fetching.begin(writing)
 
     def written(self, region: Region, router: Router, ident: int, key: bytes | None) -> None:
         """A write is applied: tell those who wait for it, and then the writer."""
@@ -365,6 +368,7 @@ class MemoryServer(Finder):
     def ended(self, moving: Moving) -> None:
         index = moving.router.index
         moving.region.moving.discard(moving)
+        moving.let_go()
         transfers = self._moving.get(index)
         if transfers is not None and transfers.pop(moving.request, None) is not None:
             self._cost[index] -= moving.cost
@@ -410,7 +414,8 @@ class MemoryServer(Finder):
     def needs(self, router: Router) -> bool:
         """Somebody there waits for regions of ours, or has one mapped."""
         index = router.index
-        if any(region.shared is not None and region.shared.mapped_by(router) for region in self.regions.values()):
+        regions = (region for region in self.regions.values() if region.mappable)
+        if any(region.shared is not None and region.shared.mapped_by(router) for region in regions):
             return True
         return any(waiting == index for waiting, _ in self._waiting())
 

@@ -17,12 +17,16 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
 
+from rankmesh.buffers import PAGE
+
 
 class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 _WORD: Final = 8
+#: linux/mman.h, from Linux 5.14 on.
+_MADV_POPULATE_READ: Final = 22
 
 
 @lru_cache(maxsize=1)
@@ -34,6 +38,23 @@ def _process_vm_readv() -> Callable[..., int] | None:
         call.argtypes = (ctypes.c_int, vector, count, vector, count, ctypes.c_ulong)
         call.restype = ctypes.c_ssize_t
     return call
+
+
+@lru_cache(maxsize=1)
+def _madvise() -> Callable[..., int]:
+    call = ctypes.CDLL(None, use_errno=True).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Bring memory of this process in, from a disk if it must be, so that who pulls it need not wait for that. Raises
+    OSError: EFAULT if some of it is not there, as of a file that was cut off; EINVAL where it is no plain memory, or
+    the system cannot."""
+    start = address & -PAGE
+    if _madvise()(start, address + nbytes - start, _MADV_POPULATE_READ):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 class Beacon:
