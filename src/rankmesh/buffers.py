@@ -6,6 +6,7 @@ passes, and what cannot be viewed that way is refused with the reason.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import deque
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -58,6 +59,8 @@ def readable(data: Any) -> memoryview:
 
 def address_of(view: memoryview) -> int:
     """Where its bytes lie."""
+    if not view.readonly and len(view):
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address
 

@@ -23,7 +23,7 @@ from rankmesh.memory.mapping import FIRST_SLOT, PIECE_BYTES, WORDS, Permits, has
 from rankmesh.memory.protocol import REQUEST, SERVICE, Bit, Op
 from rankmesh.memory.pulling import TURN_BYTES, Pulled
 from rankmesh.memory.remote import RemoteRegion
-from rankmesh.transport.pulling import Puller
+from rankmesh.transport.pulling import Beacon, Puller
 from rankmesh.wire.header import Kind
 from regions import Sides, open_sides
 from timing import wait_until
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="rings ar
 NBYTES = 2 * PIECE_BYTES + 100 * KIB
 Pull = Callable[[Puller, int, int, int], bool]
 genuine: Pull = Puller.pull
+genuine_read: Pull = Puller.pull_surely
 
 
 @pytest.fixture
@@ -66,13 +67,14 @@ def test_reads_need_nothing_of_the_owner(near: Sides) -> None:
     part = blank(70 * KIB)
     remote.read(part, 12_345)
     assert (part == data[12_345 : 12_345 + len(part)]).all()
-    assert near.peer.stats()["frames_sent"] == frames, "not a frame was sent"
     small = blank(100)
     remote.read(small, 8)
     assert (small == data[8:108]).all()
+    remote.read(blank(0), 8)
+    assert near.peer.stats()["frames_sent"] == frames, "not a frame was sent"
     work = remote.read(out, async_op=True)
     work.result(SOON)
-    assert near.peer.stats()["frames_sent"] > frames, "what is small, or goes on by itself, is asked for"
+    assert near.peer.stats()["frames_sent"] > frames, "what goes on by itself is asked for"
 
 
 def test_writes_are_fetched(near: Sides) -> None:
@@ -111,9 +113,10 @@ def test_who_does_not_want_it_is_left_alone(which: str, same_host: Medium, monke
 
         def read(puller: Puller, into: int, address: int, nbytes: int) -> bool:
             reads.append(address)
-            return genuine(puller, into, address, nbytes)
+            return False
 
-        monkeypatch.setattr(Puller, "pull", read)
+        for way in ("pull", "pull_surely"):
+            monkeypatch.setattr(Puller, way, read)
         data = pattern(NBYTES)
         region = owner.memory.register("kv2", data)
         remote = user.connect(owner.address, timeout=SOON).open("kv2")
@@ -133,9 +136,9 @@ def test_a_read_that_was_overtaken_is_no_read(near: Sides, monkeypatch: pytest.M
     def overtaken(puller: Puller, into: int, address: int, nbytes: int) -> bool:
         if not region.stale:
             region.unregister(timeout=SOON)
-        return genuine(puller, into, address, nbytes)
+        return genuine_read(puller, into, address, nbytes)
 
-    monkeypatch.setattr(Puller, "pull", overtaken)
+    monkeypatch.setattr(Puller, "pull_surely", overtaken)
     with pytest.raises(StaleRegion, match="unregistered"):
         remote.read(blank(MIB))
     monkeypatch.undo()
@@ -194,16 +197,26 @@ def test_access(near: Sides) -> None:
     assert (region.array == pattern(MIB, 2)).all()
 
 
-@pytest.mark.parametrize("what", ["pull", "stands"])
-def test_another_process_by_now(near: Sides, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be read, or was read of a process that is not the owner, is asked for."""
+def test_what_cannot_be_read_is_asked_for(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
     near.register(pattern(MIB))
     remote = near.peer.open("kv")
-    monkeypatch.setattr(Puller, what, lambda *_: False)
+    monkeypatch.setattr(Puller, "pull_surely", lambda *_: False)
     before, out = sent(near), blank(MIB)
     remote.read(out)
     assert (out == pattern(MIB)).all()
     assert sent(near) - before > MIB
+
+
+def test_another_process_by_now(near: Sides) -> None:
+    """What was read of a process that is not the owner does not count."""
+    near.register(pattern(MIB))
+    remote, beacon = near.peer.open("kv"), Beacon()
+    pulled(remote).renew(Puller(os.getpid(), (beacon.address, beacon.value ^ 1)))
+    for asked in (True, False):
+        before, out = sent(near), blank(MIB)
+        remote.read(out)
+        assert (out == pattern(MIB)).all()
+        assert (sent(near) - before > MIB) == asked, "the next one knows the owner's beacon"
 
 
 def test_a_read_ends_in_time(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,9 +330,9 @@ def test_a_handle_closed_in_the_middle_of_a_read(near: Sides, monkeypatch: pytes
 
     def pull(puller: Puller, into: int, address: int, nbytes: int) -> bool:
         remote.close()
-        return genuine(puller, into, address, nbytes)
+        return genuine_read(puller, into, address, nbytes)
 
-    monkeypatch.setattr(Puller, "pull", pull)
+    monkeypatch.setattr(Puller, "pull_surely", pull)
     out = blank(MIB)
     remote.read(out)
     assert (out == pattern(MIB)).all()
@@ -375,7 +388,7 @@ def test_a_write_that_was_given_up_before_the_owner_saw_it(near: Sides) -> None:
     remote = near.peer.open("kv")
     with near.owner.hub.engine, pytest.raises(DeadlineError):
         remote.write(blank(MIB), timeout=BRIEFLY)
-    remote.read(blank(100))  # asked for afterwards, and answered
+    remote.read(blank(100), async_op=True).result(SOON)  # asked for afterwards, and answered
     assert (region.array == 7).all()
 
 
@@ -389,7 +402,7 @@ def test_writes_take_turns(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None
     def pull(puller: Puller, into: int, address: int, nbytes: int) -> bool:
         if nbytes == TURN_BYTES:
             wait_until(lambda: len(begun) == 2, 10)
-            order.append(int(address >= data[1].ctypes.data) ^ int(data[0].ctypes.data > data[1].ctypes.data))
+            order.append(next(at for at, each in enumerate(data) if 0 <= address - each.ctypes.data < each.nbytes))
         return genuine(puller, into, address, nbytes)
 
     monkeypatch.setattr(Puller, "pull", pull)

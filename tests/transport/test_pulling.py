@@ -60,6 +60,14 @@ def test_a_beacon_stands_where_it_was_shown() -> None:
     shown = beacon.address, beacon.value
     assert Puller(os.getpid(), shown).stands()
     assert Puller(os.getpid(), shown).twin().stands()
+    word, into = np.array([5], np.uint64), np.zeros(1, np.uint64)
+    assert Puller(os.getpid(), shown).pull_surely(into.ctypes.data, word.ctypes.data, 8)
+    assert into[0] == 5
+    assert not Puller(os.getpid(), (beacon.address, beacon.value ^ 1)).pull_surely(
+        into.ctypes.data, word.ctypes.data, 8
+    )
+    assert not Puller(os.getpid()).pull_surely(into.ctypes.data, word.ctypes.data, 8)
+    assert not Puller(os.getpid(), shown).pull_surely(into.ctypes.data, 4096, 8)
     assert not Puller(os.getpid(), (beacon.address, beacon.value ^ 1)).stands()
     assert not Puller(os.getpid()).stands(), "none was shown"
     assert not Puller(0, shown).stands(), "nobody's"

@@ -28,6 +28,10 @@ _is_contiguous = operator.attrgetter("flags.c_contiguous")
 _nbytes = operator.attrgetter("nbytes")
 _format = operator.attrgetter("format")
 _is_readonly = operator.attrgetter("readonly")
+_strides_of = operator.attrgetter("strides")
+#: Of arrays that need no view: bytes, one beside the other.
+_BYTES: Final = {np.dtype(np.uint8)}
+_ONE_BY_ONE: Final = {(1,)}
 
 
 class Stretches(NamedTuple):
@@ -243,13 +247,18 @@ class Later:
         self._views: list[memoryview] | None = None
         #: There will be a view of each: they are made one by one, by whoever asks for the next.
         self._sure = False
+        #: They need none.
+        self._are_bytes = False
 
     def check(self) -> None:
         """Raises UsageError for what is no memory, or cannot be written to. No view is made for that of arrays in one
         piece that hold no references, where they are only read."""
-        self._sure = (
-            self._arrays and not self._writes and all(map(_is_contiguous, self._data)) and not self._have_objects()
-        )
+        if self._arrays and not self._writes:
+            dtypes = {*map(_dtype, self._data)}
+            self._are_bytes = dtypes == _BYTES and {*map(_strides_of, self._data)} == _ONE_BY_ONE
+            self._sure = self._are_bytes or (
+                all(map(_is_contiguous, self._data)) and not any(dtype.hasobject for dtype in dtypes)
+            )
         if not self._sure:
             self.make()
 
@@ -279,10 +288,13 @@ class Later:
         """Of arrays: some hold references."""
         return any(dtype.hasobject for dtype in {*map(_dtype, self._data)})
 
-    def __iter__(self) -> Iterator[memoryview]:
-        if not self._sure:
-            yield from self.make()
-            return
+    def __iter__(self) -> Iterator[Any]:
+        """Views, or arrays of bytes, which serve as such: to make a view of each takes as long as to send a page."""
+        if self._are_bytes:
+            return iter(self._data)
+        return self._one_by_one() if self._sure else iter(self.make())
+
+    def _one_by_one(self) -> Iterator[memoryview]:
         for each in self._data:
             try:
                 view = each.data.cast("B")

@@ -243,6 +243,35 @@ class Operation(Asking[Any]):
         return kind(f"{self.peer} refuses to {self.what} region {self.region!r}: {told.message}.", **about)
 
 
+def ask_small(kind: type[Operation], cost: int, flow: Flow, region: str, body: bytes, *rest: Any) -> Any:
+    """An operation whose bytes come in the reply, or go in the request, and wait for it: `kind(flow, region, body,
+    *rest).complete()`, written out. The request is sent first: the operation is made while it is on its way, which
+    nobody can notice before the lock is free. `cost`: the operation's."""
+    router, engine = flow.router, flow.router.engine
+    if not engine.lock.acquire(False):
+        engine.acquire()
+    try:
+        sent, outbound = 0, router.outbound
+        if flow.is_free(cost):
+            outbound.last_ident = ident = outbound.last_ident + 1
+            if outbound.send_rpc(_REQUEST, 0, SERVICE, ident, body):
+                sent = ident
+        operation = kind(flow, region, body, *rest)
+        if sent:
+            flow.count(operation)
+            operation.ident = sent
+            router.requests[sent] = operation
+            operation.hint = router.inbound.direct
+        else:
+            flow.submit(operation, urgent=True)
+        operation.await_reply()
+    finally:
+        engine.lock.release()
+        if engine.deferred or engine.contenders:
+            engine.after_release()
+    return operation.outcome()
+
+
 class Read(Operation):
     """A read whose bytes come in the reply."""
 
@@ -291,43 +320,22 @@ class Read(Operation):
         super().fail(error)
 
 
-def read_small(
-    flow: Flow, region: str, body: bytes, timeout: float, out: Any, parts: Iterable[memoryview], nbytes: int
-) -> Any:
-    """Read what comes in the reply, and wait for it: `Read.complete`, written out. The request is sent first: the Read
-    is made while it is on its way, which nobody can notice before the lock is free."""
-    router, engine = flow.router, flow.router.engine
-    if not engine.lock.acquire(False):
-        engine.acquire()
-    try:
-        sent, outbound = 0, router.outbound
-        if flow.is_free(COST + nbytes):
-            outbound.last_ident = ident = outbound.last_ident + 1
-            if outbound.send_rpc(_REQUEST, 0, SERVICE, ident, body):
-                sent = ident
-        read = Read(flow, region, body, timeout, out, parts, nbytes)
-        if sent:
-            flow.count(read)
-            read.ident = sent
-            router.requests[sent] = read
-            read.hint = router.inbound.direct
-        else:
-            flow.submit(read, urgent=True)
-        read.await_reply()
-    finally:
-        engine.lock.release()
-        if engine.deferred or engine.contenders:
-            engine.after_release()
-    return read.outcome()
-
-
 class Write(Operation):
     """A write whose bytes are in the request."""
 
     what = "write"
 
     def __init__(self, flow: Flow, region: str, body: bytes, timeout: float) -> None:
-        super().__init__(flow, region, body, timeout)
+        # Operation.__init__, written out
+        router = flow.router
+        self._engine = router.engine
+        self._flow = flow
+        self.router = router
+        self.peer = router.peer
+        self.region = region
+        self.timeout = timeout
+        self.began = monotonic()
+        self._body = body
         self.cost = COST + len(body)
 
     def answered(self, payload: memoryview) -> None:

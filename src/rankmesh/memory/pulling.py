@@ -73,10 +73,8 @@ class Pulled(Permit):
                 return False
             if at and monotonic() > deadline:
                 raise self.late()
-            if not puller.pull(to + at, source + at, min(PIECE_BYTES, nbytes - at)):
+            if not puller.pull_surely(to + at, source + at, min(PIECE_BYTES, nbytes - at)):
                 return False
-        if not puller.stands():
-            return False
         self._idle.append(puller)
         return self.holds
 

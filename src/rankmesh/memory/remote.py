@@ -18,7 +18,7 @@ from rankmesh.endpoint.work import Work
 from rankmesh.errors import OutOfBounds, RankmeshError, UsageError
 from rankmesh.memory.layout import Batch, Block, indexed, local, rows
 from rankmesh.memory.mapping import Mapping
-from rankmesh.memory.operations import Operation, Read, Swap, Write, read_small
+from rankmesh.memory.operations import COST, Operation, Read, Swap, Write, ask_small
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
 from rankmesh.memory.pulling import Pulled
 from rankmesh.memory.rails import STRIPED_FROM, striped
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _pack: Final = REQUEST.pack
 _READ: Final = int(Op.READ)
+_WRITE: Final = int(Op.WRITE)
 _WORD: Final = (1 << 64) - 1
 Pieces = Iterable[tuple[Any, int] | tuple[Any, int, int]]
 
@@ -42,7 +43,8 @@ class RemoteRegion:
 
     Offsets and strides are bytes; only `remote[…]` counts items. Every method takes `timeout` in seconds (None:
     Config.timeout); with `async_op=True` it returns a Work at once, and the buffers belong to that until it is done. A
-    handle may be used from many threads. One whose region was unregistered, or registered anew, raises StaleRegion.
+    handle may be used from many threads. One whose region was unregistered, or registered anew, raises StaleRegion. What
+    is read while somebody writes it may be old in part and new in part; cells are not.
     """
 
     def __init__(self, flow: Flow, rails: Rails, info: RegionInfo, permit: Permit | None) -> None:
@@ -100,21 +102,18 @@ class RemoteRegion:
             return self._copy(through.read, out, parts, (through.view(offset, nbytes),), None, timeout, async_op)
         if stride is None and isinstance(parts, tuple) and not async_op:
             nbytes = len(parts[0])
+            if self._pulled is not None:
+                self._check(offset, nbytes)
+                if self._pull(parts[0], offset, timeout):
+                    return out
             if nbytes <= self._inline and type(offset) is int and 0 <= offset <= self.nbytes - nbytes:  # the hot path
                 body = _pack(_READ, 0, 0, 0, self.generation, offset, nbytes)
                 seconds = self._timeout if timeout is None else timeout
-                return read_small(self._flow, self.name, body, seconds, out, parts, nbytes)
+                return ask_small(Read, COST + nbytes, self._flow, self.name, body, seconds, out, parts, nbytes)
         if stride is not None:
             return self._read_batch(out, self._batch_of(parts, [_block(out, parts, offset, stride)]), timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
-        if (
-            nbytes > self._inline
-            and isinstance(parts, tuple)
-            and not async_op
-            and self._pull(parts[0], offset, timeout)
-        ):
-            return out
         if nbytes >= STRIPED_FROM and isinstance(parts, tuple):
             work = self._striped(parts[0], offset, out, timeout, reads=True)
             if work is not None:
@@ -149,11 +148,12 @@ class RemoteRegion:
 
     def _pull(self, into: memoryview, offset: int, timeout: float | None) -> bool:
         """Read it where it lies. False: that cannot be."""
-        pulled = self._pulled
+        pulled, flow = self._pulled, self._flow
         if pulled is None:
             return False
-        with self._unharmed():
-            done = pulled.read(into, offset, monotonic() + (self._timeout if timeout is None else timeout))
+        flow.check("copy of region", self.name)
+        done = pulled.read(into, offset, monotonic() + (self._timeout if timeout is None else timeout))
+        flow.check("copy of region", self.name)
         polled = self._flow.router.polled
         if not done and polled is not None and polled.puller is not None:
             pulled.renew(polled.puller)
@@ -181,6 +181,10 @@ class RemoteRegion:
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
         through = self._write_through
+        if through is None and nbytes <= self._inline and notify is None and not async_op:  # the hot path
+            body = b"".join((_pack(_WRITE, 0, 0, 0, self.generation, offset, nbytes), *parts))
+            seconds = self._timeout if timeout is None else timeout
+            return ask_small(Write, COST + len(body), self._flow, self.name, body, seconds)
         if through is not None:
             views = (through.view(offset, nbytes),)
             return self._copy(through.write, None, parts, views, notify, timeout, async_op)

@@ -74,9 +74,14 @@ class Puller:
         self._pid = pid
         self._beacon = beacon
         self._call = _process_vm_readv()
-        self._here, self._there, self._word = _Vector(), _Vector(), ctypes.c_uint64()
+        self._word = ctypes.c_uint64()
         self._byte = ctypes.addressof(self._word)
-        self._vectors = ctypes.addressof(self._here), ctypes.addressof(self._there)
+        #: The second of each is for the beacon.
+        heres, theres = (_Vector * 2)(), (_Vector * 2)()
+        heres[1].base, heres[1].length = self._byte, _WORD
+        theres[1].base, theres[1].length = beacon[0], _WORD
+        self._here, self._there = heres[0], theres[0]
+        self._vectors = ctypes.addressof(heres), ctypes.addressof(theres)
 
     def twin(self) -> Puller:
         """The same, for another thread."""
@@ -95,6 +100,18 @@ class Puller:
         there.base, there.length = address, nbytes
         to, source = self._vectors
         return self._call is not None and self._call(self._pid, to, 1, source, 1, 0) == nbytes
+
+    def pull_surely(self, into: int, address: int, nbytes: int) -> bool:
+        """`pull`, and the beacon stands."""
+        here, there = self._here, self._there
+        here.base, here.length = into, nbytes
+        there.base, there.length = address, nbytes
+        to, source = self._vectors
+        value = self._beacon[1]
+        self._word.value = ~value
+        if self._call is None or self._call(self._pid, to, 2, source, 2, 0) != nbytes + _WORD:
+            return False
+        return self._word.value == value
 
     def finds(self, address: int, value: int) -> bool:
         """Whether that word is there."""
