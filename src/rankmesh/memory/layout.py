@@ -289,12 +289,14 @@ class Later:
         return any(dtype.hasobject for dtype in {*map(_dtype, self._data)})
 
     def __iter__(self) -> Iterator[Any]:
-        """Views, or arrays of bytes, which serve as such: to make a view of each takes as long as to send a page."""
+        """Views, or arrays of bytes, which serve as such: to make a view of each takes as long as to send a page. What
+        is made is made when the first is asked for, and not before."""
         if self._are_bytes:
-            return iter(self._data)
-        return self._one_by_one() if self._sure else iter(self.make())
-
-    def _one_by_one(self) -> Iterator[memoryview]:
+            yield from self._data
+            return
+        if not self._sure:
+            yield from self.make()
+            return
         for each in self._data:
             try:
                 view = each.data.cast("B")

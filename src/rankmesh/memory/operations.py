@@ -307,12 +307,12 @@ class Read(Operation):
             raise ProtocolError(
                 f"a read of {self.nbytes} bytes was answered by {len(payload)}", reason="lengths disagree"
             )
+        parts, self._parts = self._parts, ()
         at = 0
-        for part in self._parts:
+        for part in parts:
             end = at + len(part)
-            part[:] = payload[at:end]
+            part[:] = payload[at:end] if at or end < self.nbytes else payload
             at = end
-        self._parts = ()
         self.conclude(self._out)
 
     def fail(self, error: BaseException) -> None:

@@ -43,8 +43,8 @@ class RemoteRegion:
 
     Offsets and strides are bytes; only `remote[…]` counts items. Every method takes `timeout` in seconds (None:
     Config.timeout); with `async_op=True` it returns a Work at once, and the buffers belong to that until it is done. A
-    handle may be used from many threads. One whose region was unregistered, or registered anew, raises StaleRegion. What
-    is read while somebody writes it may be old in part and new in part; cells are not.
+    handle may be used from many threads. One whose region was unregistered, or registered anew, raises StaleRegion.
+    What is read while somebody writes it may be old in part and new in part; cells are not.
     """
 
     def __init__(self, flow: Flow, rails: Rails, info: RegionInfo, permit: Permit | None) -> None:
