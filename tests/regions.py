@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from peers import SOON, Medium
-from rankmesh import Config, Endpoint, Peer, Region
+from rankmesh import Config, Endpoint, Peer, Region, Work
 
+GiveUp = Callable[[Work[Any]], None]
 #: Things to do with a handle.
 Uses = tuple[Callable[[], object], ...]
 

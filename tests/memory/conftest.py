@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from endpoint.conftest import certificates, faults, inproc, medium, tcp
-from peers import Medium
-from rankmesh import Config
-from regions import Sides, open_sides
+from peers import BRIEFLY, Medium
+from rankmesh import CancelledError, Config, DeadlineError, Work
+from regions import GiveUp, Sides, open_sides
 
-__all__ = ["certificates", "faults", "inproc", "medium", "same_host", "sides", "tcp"]
+__all__ = ["certificates", "faults", "give_up", "inproc", "medium", "same_host", "sides", "tcp"]
+
+
+def cancel(work: Work[Any]) -> None:
+    assert work.cancel() is True
+    with pytest.raises(CancelledError):
+        work.result()
+
+
+def run_out(work: Work[Any]) -> None:
+    with pytest.raises(DeadlineError, match="region 'kv'"):
+        work.wait(timeout=BRIEFLY)
+
+
+@pytest.fixture(params=[cancel, run_out], ids=["cancel", "timeout"])
+def give_up(request: pytest.FixtureRequest) -> GiveUp:
+    """A transfer under way is given up."""
+    way: GiveUp = request.param
+    return way
 
 
 @pytest.fixture

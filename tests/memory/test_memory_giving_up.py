@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,30 +23,12 @@ from rankmesh import (
 )
 from rankmesh.config import KIB, MIB
 from rankmesh.testing.faults import FaultLink, FaultTransport
-from regions import Sides, open_sides
+from regions import GiveUp, Sides, open_sides
 from timing import wait_until
 
 LARGE = 8 * MIB
 #: More than the kernel takes for a receiver that does not read.
 HUGE = 48 * MIB
-GiveUp = Callable[[Work[Any]], None]
-
-
-def cancel(work: Work[Any]) -> None:
-    assert work.cancel() is True
-    with pytest.raises(CancelledError):
-        work.result()
-
-
-def run_out(work: Work[Any]) -> None:
-    with pytest.raises(DeadlineError, match="region 'kv'"):
-        work.wait(timeout=BRIEFLY)
-
-
-@pytest.fixture(params=[cancel, run_out], ids=["cancel", "timeout"])
-def give_up(request: pytest.FixtureRequest) -> GiveUp:
-    way: GiveUp = request.param
-    return way
 
 
 @pytest.fixture

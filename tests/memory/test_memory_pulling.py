@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from peers import BRIEFLY, SOON, Medium, blank, pattern, router_of
-from rankmesh import AccessDenied, CancelledError, DeadlineError, PeerLost, StaleRegion, UsageError, Work
+from rankmesh import AccessDenied, DeadlineError, PeerLost, StaleRegion, UsageError, Work
 from rankmesh.buffers import address_of
 from rankmesh.config import KIB, MIB
 from rankmesh.memory import finding
@@ -25,7 +26,7 @@ from rankmesh.memory.pulling import TURN_BYTES, Pulled
 from rankmesh.memory.remote import RemoteRegion
 from rankmesh.transport.pulling import Beacon, Puller
 from rankmesh.wire.header import Kind
-from regions import Sides, open_sides
+from regions import GiveUp, Sides, open_sides
 from timing import wait_until
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="rings are polled on x86 only")
@@ -269,41 +270,36 @@ def test_no_descriptors_left(near: Sides, monkeypatch: pytest.MonkeyPatch) -> No
 # ------------------------------------------------------------------ writes that end otherwise
 
 
-def cancel(work: Work[Any]) -> None:
-    assert work.cancel() is True
-    with pytest.raises(CancelledError):
-        work.result()
+def at_second_piece(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[int]:
+    """Do something while an owner is in the middle of a write's second piece. Where its pieces began is returned."""
+    begun: list[int] = []
+
+    def pull(puller: Puller, into: int, address: int, nbytes: int) -> bool:
+        if nbytes == TURN_BYTES:
+            begun.append(address)
+            if len(begun) == 2:
+                action()
+        return genuine(puller, into, address, nbytes)
+
+    monkeypatch.setattr(Puller, "pull", pull)
+    return begun
 
 
-def run_out(work: Work[Any]) -> None:
-    with pytest.raises(DeadlineError, match="region 'kv'"):
-        work.wait(timeout=BRIEFLY)
-
-
-@pytest.mark.parametrize("give_up", [cancel, run_out], ids=["cancel", "timeout"])
-def test_a_write_that_was_taken_back(
-    near: Sides, give_up: Callable[[Work[Any]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_was_taken_back(near: Sides, give_up: GiveUp, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer gives up, and puts something else there, while the owner is in the middle of the second piece."""
     region = near.register(np.full(4 * TURN_BYTES, 7, np.uint8))
     remote, data = near.peer.open("kv"), np.full(4 * TURN_BYTES, 1, np.uint8)
     begun: list[Work[Any]] = []
-    moved = 0
 
-    def pull(puller: Puller, into: int, address: int, nbytes: int) -> bool:
-        nonlocal moved
-        if nbytes == TURN_BYTES:
-            moved += 1
-            if moved == 2:
-                wait_until(lambda: bool(begun), 10)
-                give_up(begun[0])
-                data[:] = 99
-        return genuine(puller, into, address, nbytes)
+    def reuse() -> None:
+        wait_until(lambda: bool(begun), 10)
+        give_up(begun[0])
+        data[:] = 99
 
-    monkeypatch.setattr(Puller, "pull", pull)
+    pieces = at_second_piece(monkeypatch, reuse)
     begun.append(remote.write(data, async_op=True))
     wait_until(lambda: not region.moving and begun[0].done(), 10)
-    assert moved == 2, "nothing was read afterwards"
+    assert len(pieces) == 2, "nothing was read afterwards"
     first, second, rest = np.split(region.array, [TURN_BYTES, 2 * TURN_BYTES])
     assert (first == 1).all()
     assert not second.any(), "what the writer put there since is not shown to anybody"
@@ -420,21 +416,13 @@ def test_unregister_ends_a_write(near: Sides, monkeypatch: pytest.MonkeyPatch) -
     memory[:] = 7
     region = near.register(buffer)
     remote = near.peer.open("kv")
-    moved = 0
-
-    def pull(puller: Puller, into: int, address: int, nbytes: int) -> bool:
-        nonlocal moved
-        if nbytes == TURN_BYTES:
-            moved += 1
-            if moved == 2:
-                near.owner.hub.engine.call_at(0.0, lambda: near.owner.memory._server.remove(region, abort=True))
-        return genuine(puller, into, address, nbytes)
-
-    monkeypatch.setattr(Puller, "pull", pull)
+    engine, server = near.owner.hub.engine, near.owner.memory._server
+    end = partial(engine.call_at, 0.0, lambda: server.remove(region, abort=True))
+    pieces = at_second_piece(monkeypatch, end)
     with pytest.raises(StaleRegion, match="unregistered"):
         remote.write(np.ones(4 * TURN_BYTES, np.uint8))
     region.unregister(timeout=SOON)
-    assert 2 <= moved < 4
+    assert 2 <= len(pieces) < 4
     assert (memory[-TURN_BYTES:] == 7).all()
     del memory
     buffer.close()
@@ -445,20 +433,14 @@ def test_a_writer_that_is_lost(same_host: Medium, monkeypatch: pytest.MonkeyPatc
         region = sides.register(np.full(4 * TURN_BYTES, 7, np.uint8))
         remote = sides.peer.open("kv")
         begun: list[Work[Any]] = []
-        moved = 0
 
-        def pull(puller: Puller, into: int, address: int, nbytes: int) -> bool:
-            nonlocal moved
-            if nbytes == TURN_BYTES:
-                moved += 1
-                if moved == 2:
-                    wait_until(lambda: bool(begun), 10)
-                    sides.user.abort()
-            return genuine(puller, into, address, nbytes)
+        def leave() -> None:
+            wait_until(lambda: bool(begun), 10)
+            sides.user.abort()
 
-        monkeypatch.setattr(Puller, "pull", pull)
+        pieces = at_second_piece(monkeypatch, leave)
         begun.append(remote.write(np.ones(4 * TURN_BYTES, np.uint8), async_op=True))
-        wait_until(lambda: region.idle and moved == 2, 10)
+        wait_until(lambda: region.idle and len(pieces) == 2, 10)
         assert (region.array[2 * TURN_BYTES :] == 7).all()
         region.unregister(timeout=SOON)
 

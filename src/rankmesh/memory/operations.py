@@ -326,16 +326,7 @@ class Write(Operation):
     what = "write"
 
     def __init__(self, flow: Flow, region: str, body: bytes, timeout: float) -> None:
-        # Operation.__init__, written out
-        router = flow.router
-        self._engine = router.engine
-        self._flow = flow
-        self.router = router
-        self.peer = router.peer
-        self.region = region
-        self.timeout = timeout
-        self.began = monotonic()
-        self._body = body
+        super().__init__(flow, region, body, timeout)
         self.cost = COST + len(body)
 
     def answered(self, payload: memoryview) -> None:
