@@ -12,7 +12,7 @@ import pytest
 
 from forked import Child
 from peers import BRIEFLY, SOON, Call, Medium, blank, pattern, router_of
-from rankmesh import AccessDenied, ClosedError, DeadlineError, OutOfBounds, StaleRegion, UsageError
+from rankmesh import AccessDenied, ClosedError, DeadlineError, OutOfBounds, PeerLost, StaleRegion, UsageError
 from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.memory.mapping import PIECE_BYTES, Mapping, SharedMemory
 from rankmesh.memory.operations import Query
@@ -181,6 +181,23 @@ def test_a_read_that_was_overtaken_is_no_read(near: Sides) -> None:
 
     with pytest.raises(StaleRegion):
         mapping.read(parts(), [mapping.view(0, 8)], 1e18)
+
+
+def test_a_copy_without_an_owner_says_that_it_is_lost(same_host: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its permit goes with the connection, but that is not what is wrong."""
+    with open_sides(same_host) as sides:
+        sides.owner.memory.allocate("kv", 8)
+        remote = sides.peer.open("kv")
+        genuine = Mapping.read
+
+        def read(mapping: Mapping, *args: Any) -> None:
+            sides.owner.abort()
+            wait_until(lambda: bool(router_of(sides.peer).gone), 10)
+            genuine(mapping, *args)
+
+        monkeypatch.setattr(Mapping, "read", read)
+        with pytest.raises(PeerLost):
+            remote.read(blank(8))
 
 
 def test_handles_share_a_mapping_and_give_it_back(near: Sides) -> None:

@@ -389,9 +389,9 @@ def test_a_write_that_was_given_up_before_the_owner_saw_it(near: Sides) -> None:
 
 
 def test_writes_take_turns(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    region = near.register(blank(8 * TURN_BYTES))
+    region = near.register(blank(16 * TURN_BYTES))
     remote = near.peer.open("kv")
-    data = [np.full(4 * TURN_BYTES, each, np.uint8) for each in (1, 2)]
+    data = [np.full(8 * TURN_BYTES, each, np.uint8) for each in (1, 2)]
     begun: list[Work[Any]] = []
     order: list[int] = []
 
@@ -402,12 +402,12 @@ def test_writes_take_turns(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None
         return genuine(puller, into, address, nbytes)
 
     monkeypatch.setattr(Puller, "pull", pull)
-    begun += (remote.write(each, at * 4 * TURN_BYTES, async_op=True) for at, each in enumerate(data))
+    begun += (remote.write(each, at * 8 * TURN_BYTES, async_op=True) for at, each in enumerate(data))
     for work in begun:
         work.result(SOON)
-    assert sorted(order) == [0] * 4 + [1] * 4
-    assert order.index(1) < 3, "the second did not wait for the whole first"
-    assert (region.array == np.repeat([1, 2], 4 * TURN_BYTES)).all()
+    assert sorted(order) == [0] * 8 + [1] * 8
+    assert order.index(1) < 8, "the second did not wait for the whole first"
+    assert (region.array == np.repeat([1, 2], 8 * TURN_BYTES)).all()
 
 
 def test_unregister_ends_a_write(near: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +454,7 @@ def test_bytes_that_cannot_be_read(near: Sides, tmp_path: Path) -> None:
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), MIB)
         file.truncate(4096)
-    with pytest.raises(UsageError, match="file cut off"):
+    with pytest.raises(UsageError, match="a file was cut off"):
         remote.write(memory)
     assert (region.array == 7).all()
     remote.write(blank(MIB))

@@ -524,3 +524,17 @@ def test_notifications_that_nobody_takes_are_bounded(near: Sides, monkeypatch: p
     region.wait_notification("key", SOON)
     remote.write(b"c", notify="key")
     region.unregister()
+
+
+@pytest.mark.parametrize("shape", ["flat", "rows", "every other"])
+def test_batches_of_bytes_of_any_shape(sides: Sides, shape: str) -> None:
+    """Flat arrays of bytes are handed on as they are; others are not taken for such."""
+    region = sides.register(blank(600_000))
+    data = np.arange(600_000, dtype=np.uint32).astype(np.uint8).reshape(20, 30_000)
+    arrays = {
+        "flat": list(data),
+        "rows": [each.reshape(300, 100) for each in data],
+        "every other": [np.repeat(each, 2)[::2] for each in data],
+    }[shape]
+    sides.peer.open("kv").write_batch([(each, 30_000 * at) for at, each in enumerate(arrays)])
+    assert (region.array == data.reshape(-1)).all()

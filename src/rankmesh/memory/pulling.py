@@ -173,7 +173,7 @@ class PulledWriting(Moving):
             np.frombuffer(into, np.uint8).fill(0)
             self.abort(Why.CANCELLED, "it was taken back")
         elif not whole:
-            self.abort(Why.INVALID, "its bytes cannot be read where they lie, in the memory of who writes")
+            self.abort(Why.INVALID, "its bytes cannot be read where they lie; pass a copy of them")
         else:
             self._got = got + len(into)
             if self._got < len(self._into):

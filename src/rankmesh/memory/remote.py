@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -102,9 +101,10 @@ class RemoteRegion:
             return self._copy(through.read, out, parts, (through.view(offset, nbytes),), None, timeout, async_op)
         if stride is None and isinstance(parts, tuple) and not async_op:
             nbytes = len(parts[0])
-            if self._pulled is not None:
+            pulled = self._pulled
+            if pulled is not None:
                 self._check(offset, nbytes)
-                if self._pull(parts[0], offset, timeout):
+                if self._pull(pulled, parts[0], offset, timeout):
                     return out
             if nbytes <= self._inline and type(offset) is int and 0 <= offset <= self.nbytes - nbytes:  # the hot path
                 body = _pack(_READ, 0, 0, 0, self.generation, offset, nbytes)
@@ -146,15 +146,13 @@ class RemoteRegion:
         timeout = self._timeout if timeout is None else timeout
         return self._run(kind(self._flow, self.name, body, timeout, out, parts, nbytes), async_op)
 
-    def _pull(self, into: memoryview, offset: int, timeout: float | None) -> bool:
+    def _pull(self, pulled: Pulled, into: memoryview, offset: int, timeout: float | None) -> bool:
         """Read it where it lies. False: that cannot be."""
-        pulled, flow = self._pulled, self._flow
-        if pulled is None:
-            return False
+        flow = self._flow
         flow.check("copy of region", self.name)
         done = pulled.read(into, offset, monotonic() + (self._timeout if timeout is None else timeout))
         flow.check("copy of region", self.name)
-        polled = self._flow.router.polled
+        polled = flow.router.polled
         if not done and polled is not None and polled.puller is not None:
             pulled.renew(polled.puller)
         return done
@@ -248,8 +246,10 @@ class RemoteRegion:
             populate(address, len(parts[0]))
         except OSError as error:
             if error.errno == errno.EFAULT:
-                said = "Some of the bytes to be written are not there. Was a file cut off that they are mapped from?"
-                raise UsageError(said) from error
+                raise UsageError(
+                    "Some of the bytes to be written are not there: a file was cut off that they are mapped from. Map "
+                    "it anew, or pass other memory."
+                ) from error
             return Puller(os.getpid()).reaches(address)
         return True
 
@@ -332,8 +332,11 @@ class RemoteRegion:
         seconds = self._timeout if timeout is None else timeout
         error: RankmeshError | None = None
         try:
-            with self._unharmed():
+            self._flow.check("copy of region", self.name)
+            try:
                 move(parts, blocks, monotonic() + seconds)
+            finally:  # where the connection is gone, that is what is wrong, and not the permit that went with it
+                self._flow.check("copy of region", self.name)
         except RankmeshError as raised:
             if not async_op:
                 raise
@@ -351,16 +354,6 @@ class RemoteRegion:
         else:
             work.fail(error)
         return work
-
-    @contextmanager
-    def _unharmed(self) -> Iterator[None]:
-        """A copy without the owner counts if the connection is there, before and after it. Where it is not, that is
-        what is wrong, and not the permit that went with it."""
-        self._flow.check("copy of region", self.name)
-        try:
-            yield
-        finally:
-            self._flow.check("copy of region", self.name)
 
     def _batch_of(self, parts: Iterable[memoryview], blocks: Iterable[Block]) -> Batch:
         """Blocks of the region, and the caller's memory for them."""
