@@ -7,6 +7,7 @@ table. Every wait has a deadline, and whatever happens the processes are gone wh
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from typing import Any, Self
 
 from rankmesh.membership.ports import free_port
 
-from subjects import ENTRIES
+from subjects import ENTRIES, RUN
 
 WORKER = Path(__file__).with_name("worker.py")
 #: Seconds for a process to start, and for its library to be imported and connected: torch takes its time.
@@ -38,6 +39,15 @@ CLOSE_TIMEOUT = 10.0
 SIZING_ROUNDS = 2
 
 Reply = dict[str, Any]
+
+PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
+
+def _end_with_harness() -> None:
+    """A measurement must not outlive its harness, not even when that is killed while a process spins: the kernel ends
+    what we start, and a launcher's ranks end with the launcher."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class SubjectFailed(Exception):
@@ -115,7 +125,7 @@ class World:
         for control in self._controls.values():
             control.close()
         self._controls.clear()
-        # mpiexec's ranks are not our children; while it lives they are not reaped, and their pids are still theirs.
+        # A launcher's ranks are not our children; while it lives they are not reaped, and their pids are still theirs.
         if any(process.poll() is None for process in self._processes):
             for pid in self._pids:
                 _kill(pid)
@@ -140,6 +150,7 @@ class World:
                         stdin=subprocess.DEVNULL,
                         stdout=stderr,
                         stderr=stderr,
+                        preexec_fn=_end_with_harness,  # noqa: PLW1509  # one system call, through what is loaded already
                     )
                 )
             self._accept_all(listener)
@@ -148,12 +159,15 @@ class World:
         options = ["--subject", self.subject, "--size", str(self.size), "--control", control]
         options += ["--cores", ",".join(map(str, self.cores))] if self.cores else []
         worker = [sys.executable, str(WORKER), *options]
-        if not ENTRIES[self.subject].mpiexec:
+        launcher = ENTRIES[self.subject].launcher
+        if not launcher:
             return [[*worker, "--rank", str(rank)] for rank in range(self.size)]
-        mpiexec = Path(sys.executable).with_name("mpiexec")
-        if not mpiexec.exists():
-            raise SubjectFailed(f"not installed: pip install -r bench/requirements.txt (no {mpiexec})")
-        return [[str(mpiexec), "-n", str(self.size), *worker]]
+        path = Path(sys.executable).with_name(launcher)
+        if not path.exists():
+            raise SubjectFailed(f"not installed: pip install -r bench/requirements.txt (no {path})")
+        if launcher == RUN:
+            return [[str(path), "run", "-n", str(self.size), *worker[1:]]]
+        return [[str(path), "-n", str(self.size), *worker]]
 
     def _accept_all(self, listener: socket.socket) -> None:
         give_up = time.monotonic() + START_TIMEOUT

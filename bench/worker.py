@@ -1,24 +1,20 @@
 """One process of a world: pins itself, loads its subject, then does what the harness asks for, one command at a time.
 
 Commands and replies are JSON lines on a Unix socket, the same for a process started directly and for one started by
-mpiexec. Between commands a worker blocks in `readline`: worlds that are not being measured take no CPU.
+a launcher. Between commands a worker blocks in `readline`: worlds that are not being measured take no CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import signal
 import socket
 import traceback
 
 from measures import measured
 from measures.base import Rank, Reply
 from subjects import load
-
-PR_SET_PDEATHSIG = 1
 
 
 def describe(error: BaseException) -> str:
@@ -57,12 +53,11 @@ def main() -> None:
     parser.add_argument("--subject", required=True)
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--control", required=True, help="path of the harness's Unix socket")
-    parser.add_argument("--rank", type=int, help="default: PMI_RANK, set by mpiexec")
+    parser.add_argument("--rank", type=int, help="default: what the launcher says")
     parser.add_argument("--cores", default="", help="comma-separated; rank r is pinned to the r-th, none: not pinned")
     arguments = parser.parse_args()
-    rank = int(os.environ["PMI_RANK"]) if arguments.rank is None else arguments.rank
-    # A measurement must not outlive its harness, not even when that is killed while this process spins.
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    launched = "PMI_RANK" if "PMI_RANK" in os.environ else "RANKMESH_RANK"
+    rank = int(os.environ[launched]) if arguments.rank is None else arguments.rank
     if arguments.cores:  # before the library is imported: its threads inherit the core
         cores = [int(core) for core in arguments.cores.split(",")]
         os.sched_setaffinity(0, {cores[rank % len(cores)]})

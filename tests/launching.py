@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from timing import scaled
 
@@ -73,6 +74,15 @@ class Launched:
 
 Launch = Callable[..., Launched]
 Script = Callable[[str], str]
+
+
+def is_gone(pid: int) -> bool:
+    """There is no such process, or only the record of its exit."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from typing import IO
 
 import pytest
 
-from launching import DEADLINE, Launch, Launched, Script
-from rankmesh.launch import shim, supervisor
+from launching import DEADLINE, Launch, Launched, Script, is_gone
+from rankmesh.launch import supervisor
 from rankmesh.launch.output import Multiplexer, Stream
 from rankmesh.launch.plan import RankPlan
 from rankmesh.launch.supervisor import Supervisor
@@ -29,18 +29,16 @@ from timing import scaled, wait_until
 WAIT = "print('ready', os.getpid(), flush=True)\nwhile True: signal.pause()\n"
 
 
-def is_gone(pid: int) -> bool:
-    """There is no such process, or only the record of its exit."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state in "ZX"
-
-
 def pids(launched: Launched, word: str = "ready") -> list[int]:
     lines = (line.split() for line in launched.lines())
     return [int(words[2]) for words in lines if words[1:2] == [word]]
+
+
+def guard_of(launched: Launched, rank: int) -> int:
+    """The only child of the launcher beside its only rank."""
+    children = Path(f"/proc/{launched.process.pid}/task/{launched.process.pid}/children").read_text().split()
+    (guard,) = (int(pid) for pid in children if int(pid) != rank)
+    return guard
 
 
 # What ranks get
@@ -375,29 +373,14 @@ def test_when_the_launcher_is_killed_ranks_and_their_children_end(launch: Launch
     wait_until(lambda: all(map(is_gone, everybody)), 10, "the end of all ranks and children")
 
 
-def test_the_kernel_alone_ends_a_rank_with_its_launcher(script: Script) -> None:
-    """Also if the guard is killed together with the launcher."""
-    code = (
-        "import os, subprocess, sys\n"
-        "shim = [sys.executable, '-P', '-S', sys.argv[1], str(os.getpid())]\n"
-        "subprocess.Popen([*shim, sys.executable, sys.argv[2]]).wait()"
-    )
-    environ = {**os.environ, "RANK": "0"}
-    command = [sys.executable, "-c", code, shim.__file__, script(WAIT)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as launcher:
-        assert launcher.stdout is not None
-        rank = int(launcher.stdout.readline().split()[1])
-        assert not is_gone(rank)
-        launcher.kill()
-        wait_until(lambda: is_gone(rank), 10, "the end of the rank")
-
-
-def test_a_rank_whose_launcher_is_gone_does_not_begin(script: Script) -> None:
-    command = [sys.executable, "-P", "-S", shim.__file__, "1", sys.executable, script("print('began')")]
-    process = subprocess.run(command, capture_output=True, timeout=scaled(DEADLINE), check=False)
-    assert process.returncode == 1
-    assert process.stdout == b""
-    assert b"the launcher ended before this rank began" in process.stderr
+def test_the_kernel_alone_ends_a_rank_with_its_launcher(launch: Launch, script: Script) -> None:
+    """Also if the guard is killed before the launcher."""
+    launched = launch("-n", "1", script(WAIT))
+    launched.wait_for("[0] ready")
+    (rank,) = pids(launched)
+    os.kill(guard_of(launched, rank), signal.SIGKILL)
+    launched.process.kill()
+    wait_until(lambda: is_gone(rank), 10, "the end of the rank")
 
 
 @pytest.mark.parametrize("code", [0, 4])
@@ -469,8 +452,7 @@ def test_a_killed_guard_does_not_end_a_healthy_run(launch: Launch, script: Scrip
     launched = launch("-n", "1", script("print('ready', os.getpid(), flush=True); signal.pause()"))
     launched.wait_for("[0] ready")
     (rank,) = pids(launched)
-    children = Path(f"/proc/{launched.process.pid}/task/{launched.process.pid}/children").read_text().split()
-    (guard,) = (int(pid) for pid in children if int(pid) != rank)
+    guard = guard_of(launched, rank)
     os.kill(guard, signal.SIGKILL)
     wait_until(lambda: is_gone(guard), 10)
     launched.process.terminate()

@@ -51,6 +51,9 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=_seconds, metavar="S", help="end the ranks after this many seconds (exit code 124)"
     )
+    parser.add_argument(
+        "--no-fork", action="store_true", help="start each rank as an interpreter of its own, not as a fork of one"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     # One positional for all of it: argparse drops a `--` that stands between two.
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script or module, and arguments passed on unchanged")
@@ -63,7 +66,13 @@ def run(args: argparse.Namespace) -> int:
     if not words:
         raise ConfigError("There is no program to run. Name a script, or a module with -m.")
     program = Program(words[0], tuple(words[1:]), module=args.module)
-    options = Options(log_dir=args.log_dir, prefix=not args.no_prefix, grace=args.grace, timeout=args.timeout)
+    options = Options(
+        log_dir=args.log_dir,
+        prefix=not args.no_prefix,
+        grace=args.grace,
+        timeout=args.timeout,
+        fork=not args.no_fork,
+    )
     return launch(program, world, options)
 
 

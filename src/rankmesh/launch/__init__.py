@@ -1,7 +1,7 @@
 """The launcher behind `rankmesh run`: starts the ranks of one host, shows what they print, and ends them together.
 
 plan        what to start: each rank's command and environment (pure)
-shim        the first instructions of a rank: tie its life to the launcher's, then become the program
+stem        (and stem_main) the interpreter from which the ranks branch off
 guard       (and guard_main) a process that ends what is left of the ranks if the launcher is killed
 output      the ranks' lines, whole, prefixed and bounded
 outcome     who failed first, how, and the exit code (pure)

@@ -1,9 +1,9 @@
 """A process that ends what is left of the ranks if the launcher is killed.
 
-The kernel ends a rank with the launcher (see shim), but not the rank's own children: data loaders, compilers, shells.
-So the launcher starts this process first, and tells it by a pipe which process groups exist: a line `+<pgid>` when a
-rank starts, `-<pgid>` when its group is gone. The pipe closes with the launcher, however that ends; then every group
-still listed is killed.
+The kernel ends a rank with the launcher (see stem_main), but not the rank's own children: data loaders, compilers,
+shells. So the launcher starts this process first, and tells it by a pipe which process groups exist: a line `+<pgid>`
+when a rank starts, `-<pgid>` when its group is gone. The pipe closes with the launcher, however that ends; then every
+group still listed is killed.
 
 Here is the launcher's side; guard_main is the process.
 """
@@ -17,7 +17,7 @@ from typing import Self
 
 from rankmesh.launch import guard_main
 
-#: Without site-packages, which shim and guard do not need: twice as fast. And without this folder on the path.
+#: Without site-packages, which the guard does not need: twice as fast. And without this folder on the path.
 BARE_PYTHON = (sys.executable, "-P", "-S")
 #: Seconds the guard has to end once its pipe is closed.
 END_TIMEOUT = 5.0

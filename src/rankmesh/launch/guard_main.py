@@ -1,6 +1,6 @@
 """The guard itself: collect process groups until the launcher's pipe closes, then kill what is left (see guard).
 
-Run by path, like the shim: it starts in milliseconds and imports nothing of rankmesh.
+Run by path, like the stem: it starts in milliseconds and imports nothing of rankmesh.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ class Options:
     grace: float = 5.0
     #: Seconds after which the ranks are ended.
     timeout: float | None = None
+    #: Ranks share the addresses of one process they are forked from (see stem).
+    fork: bool = True
 
 
 def launch(program: Program, world: World, options: Options, environ: Mapping[str, str] = os.environ) -> int:
@@ -58,7 +60,10 @@ def launch(program: Program, world: World, options: Options, environ: Mapping[st
         plans = plan_ranks(world, program, meeting, environ, cores=len(os.sched_getaffinity(0)))
         selector = selectors.PollSelector()  # unlike epoll it takes regular files, to which output may be redirected
         output = Multiplexer(selector)
-        with selector, Supervisor(selector, output, grace=options.grace, timeout=options.timeout) as supervisor:
+        with (
+            selector,
+            Supervisor(selector, output, grace=options.grace, timeout=options.timeout, fork=options.fork) as supervisor,
+        ):
             outcome = supervisor.run(plans, _stream_opener(output, world, options))
             report = outcome.report(timeout=options.timeout)
             output.put(sys.stderr.fileno(), "".join(f"{line}\n" for line in report).encode())

@@ -167,7 +167,8 @@ class Outcome:
 
     @property
     def code(self) -> int:
-        """That of the first failure (128 + n for signal n). Ranks that end well although interrupted give 0."""
+        """That of the first failure (128 + n for signal n). Ranks that end well although interrupted give 0; ranks that
+        had not even begun do not."""
         first = self.first
         if first is not None:
             # The launcher's own signal says nothing of what went wrong.
@@ -177,7 +178,8 @@ class Outcome:
             return TIMED_OUT
         if self.lost_output:
             return 128 + signal.SIGPIPE
-        if self.interrupted is not None and (self.stuck or any(e.returncode != 0 for e in self.exits)):
+        ended_well = self.exits and not self.stuck and all(e.returncode == 0 for e in self.exits)
+        if self.interrupted is not None and not ended_well:
             return 128 + self.interrupted
         return 0
 

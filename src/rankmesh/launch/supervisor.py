@@ -18,19 +18,17 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import IO, Final, Self
 
 from rankmesh.errors import JoinError
-from rankmesh.launch import shim
-from rankmesh.launch.guard import BARE_PYTHON, Guard
+from rankmesh.launch.guard import Guard
 from rankmesh.launch.outcome import Exit, Outcome
 from rankmesh.launch.output import Multiplexer, Stream
 from rankmesh.launch.plan import RankPlan
+from rankmesh.launch.stem import Process, Stem
 
 #: Signals that end the ranks, and what is sent to them.
 ENDING: Final[Mapping[int, int]] = {
@@ -44,43 +42,37 @@ DRAIN: Final = 1.0
 #: A rank that raises ends its mesh before its interpreter prints the traceback and shuts down, so that those who wait
 #: for it may exit sooner. Long enough for that on a crowded machine, short enough not to be felt after a failure.
 SETTLE: Final = 0.5
+#: Seconds until all ranks must have branched off: an interpreter must start, perhaps from a slow file system.
+START_TIMEOUT: Final = 60.0
 #: Seconds after SIGKILL when a process that is still there is given up: it hangs in the kernel, in a dead file system.
 UNKILLABLE: Final = 10.0
 #: Says where the standard output and error of a rank go.
 OpenStreams = Callable[[int, IO[bytes], IO[bytes]], tuple[Stream, Stream]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    rank: int
-    process: subprocess.Popen[bytes]
-
-    def close(self, timeout: float) -> None:
-        for pipe in (self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass  # it hangs in the kernel; the report says so
-
-
 class Supervisor:
     """Runs the planned ranks to their end. A context manager for the main thread: it takes over the signal handlers."""
 
     def __init__(
-        self, selector: selectors.BaseSelector, output: Multiplexer, *, grace: float, timeout: float | None
+        self,
+        selector: selectors.BaseSelector,
+        output: Multiplexer,
+        *,
+        grace: float,
+        timeout: float | None,
+        fork: bool = True,
     ) -> None:
         self._selector = selector
         self._output = output
         self._grace = grace
         self._timeout = timeout
+        self._fork = fork
         self._give_up_at: float | None = None
         self._settled_at: float | None = None
         self._kill_at: float | None = None
         self._abandon_at: float | None = None
         self._ending = False
-        self._alive: dict[int, _Rank] = {}
+        self._alive: dict[int, Process] = {}
         self._errors: dict[int, Stream] = {}
         self._resources = ExitStack()
         self.outcome = Outcome()
@@ -99,15 +91,23 @@ class Supervisor:
         with self._resources:
             self._signal_all(signal.SIGKILL)
             self._output.close_streams()
-            for rank in self._alive.values():
-                rank.close(UNKILLABLE)
-                self._guard.remove(rank.process.pid)
+            for process in self._alive.values():
+                process.stdout.close()
+                process.stderr.close()
+                try:
+                    process.reap(UNKILLABLE)
+                except TimeoutError:
+                    pass  # it hangs in the kernel; the report says so
+                self._guard.remove(process.pid)
             self._alive.clear()
 
     def run(self, plans: Sequence[RankPlan], open_streams: OpenStreams) -> Outcome:
         """Start the ranks, and return when all have ended and their output has been read."""
-        for plan in plans:
-            self._start(plan, open_streams)
+        for process in self._start(plans):
+            out, err = open_streams(process.rank, process.stdout, process.stderr)
+            self._output.add(out)
+            self._output.add(err)
+            self._errors[process.rank] = err
         if self._timeout is not None:
             self._give_up_at = time.monotonic() + self._timeout
         while self._alive:
@@ -117,7 +117,7 @@ class Supervisor:
                 self.outcome.add(list(self._reap()))
             now = time.monotonic()
             if self._abandon_at is not None and now >= self._abandon_at:
-                self.outcome.stuck = {rank.rank: rank.process.pid for rank in self._alive.values()}
+                self.outcome.stuck = {rank: process.pid for rank, process in self._alive.items()}
                 break
             self._check_ends(now)
         self._drain()
@@ -136,28 +136,29 @@ class Supervisor:
                     return
                 self._pump(deadline)
 
-    def _start(self, plan: RankPlan, open_streams: OpenStreams) -> None:
+    def _start(self, plans: Sequence[RankPlan]) -> Iterable[Process]:
+        """Start the ranks; none if a signal that ends them comes before they begin."""
+        deadline = time.monotonic() + START_TIMEOUT
         try:
-            process = subprocess.Popen(
-                [*BARE_PYTHON, shim.__file__, str(os.getpid()), *plan.argv],
-                env=plan.env,
-                stdin=None if plan.rank == 0 else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-            )
+            with Stem(plans, fork=self._fork) as stem:
+                self._selector.register(stem.report, selectors.EVENT_READ, stem)
+                try:
+                    while not stem.complete:
+                        if time.monotonic() >= deadline:
+                            raise JoinError(f"The ranks' interpreter did not start within {START_TIMEOUT:g} s.")
+                        self._pump(deadline)
+                        if self._ending:
+                            return ()
+                finally:
+                    self._selector.unregister(stem.report)
+                for process in stem.settle():
+                    self._alive[process.rank] = process
+                    self._guard.add(process.pid)
+                stem.begin()
         except OSError as error:
-            message = f"Rank {plan.rank} cannot be started: {error}. Check the limits with `rankmesh doctor`."
+            message = f"The ranks cannot be started: {error}. Check the limits with `rankmesh doctor`."
             raise JoinError(message) from error
-        self._guard.add(process.pid)
-        self._alive[plan.rank] = _Rank(plan.rank, process)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        out, err = open_streams(plan.rank, process.stdout, process.stderr)
-        self._output.add(out)
-        self._output.add(err)
-        self._errors[plan.rank] = err
+        return self._alive.values()
 
     def _pump(self, deadline: float | None) -> bool:
         """Wait for something to happen until then, and attend to it. True if signals came: ranks may have ended.
@@ -168,6 +169,8 @@ class Supervisor:
         for key, _ in self._selector.select(timeout):
             if isinstance(key.data, socket.socket):
                 signals = key.data.recv(4096)
+            elif isinstance(key.data, Stem):
+                key.data.read()
             else:
                 self._output.handle(key.data)
         for number in signals:
@@ -175,13 +178,13 @@ class Supervisor:
         return bool(signals)
 
     def _reap(self) -> Iterator[Exit]:
-        for rank in tuple(self._alive.values()):
-            pid = rank.process.pid
+        for rank, process in tuple(self._alive.items()):
+            pid = process.pid
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 _signal_group(pid, signal.SIGKILL)
                 self._guard.remove(pid)
-                del self._alive[rank.rank]
-                yield Exit(rank.rank, pid, rank.process.wait(), told=self._ending)
+                del self._alive[rank]
+                yield Exit(rank, pid, process.reap(), told=self._ending)
 
     def _check_ends(self, now: float) -> None:
         if not self._ending:
@@ -215,8 +218,8 @@ class Supervisor:
             self._signal_all(number)
 
     def _signal_all(self, number: int) -> None:
-        for rank in self._alive.values():
-            _signal_group(rank.process.pid, number)
+        for process in self._alive.values():
+            _signal_group(process.pid, number)
 
     def _drain(self) -> None:
         self._kill_at = None
