@@ -45,10 +45,12 @@ def join(
 
     Without arguments the launcher's environment counts: `rankmesh run`, torchrun, mpiexec, srun, a Kubernetes
     indexed job. With `url`, `rank` and `size`, rank 0 hosts the store at `url`, and the others find it there.
-    `config` defaults to `Config.from_env()`; further keyword arguments override its fields. Raises JoinError, which
-    names who is missing or in the way.
+    `config` defaults to `Config.from_env()`; further keyword arguments override its fields. One without a token takes
+    the launcher's. Raises JoinError, which names who is missing or in the way.
     """
     config = (config or Config.from_env()).override(**overrides)
+    if rank is None and not config.token:
+        config = config.override(token=os.environ.get("RANKMESH_TOKEN", ""))
     chooser = Chooser(config)  # a setting that cannot work is refused before others wait for this rank
     meeting = _meeting(url, rank, size, config)
     deadline = monotonic() + (config.timeout if timeout is None else timeout)

@@ -66,11 +66,13 @@ def test_each_rank_sees_its_place(launch: Launch, script: Script) -> None:
     assert launched.errors == ""
 
 
-def test_ranks_join_and_talk(launch: Launch, script: Script) -> None:
+@pytest.mark.parametrize("how", ["", "config=rankmesh.Config(shm=False)", "shm=False"])
+def test_ranks_join_and_talk(launch: Launch, script: Script, how: str) -> None:
+    """Whatever settings they have: the launcher's token is that of all."""
     program = script(
-        """
+        f"""
         import rankmesh
-        with rankmesh.join() as mesh:
+        with rankmesh.join({how}) as mesh:
             if mesh.rank:
                 mesh.send_object(["from", mesh.rank], to=0)
             else:

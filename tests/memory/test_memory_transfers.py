@@ -526,15 +526,35 @@ def test_notifications_that_nobody_takes_are_bounded(near: Sides, monkeypatch: p
     region.unregister()
 
 
+@pytest.mark.parametrize("each", [64, 3_000, 30_000, 600_000])
 @pytest.mark.parametrize("shape", ["flat", "rows", "every other"])
-def test_batches_of_bytes_of_any_shape(sides: Sides, shape: str) -> None:
-    """Flat arrays of bytes are handed on as they are; others are not taken for such."""
-    region = sides.register(blank(600_000))
-    data = np.arange(600_000, dtype=np.uint32).astype(np.uint8).reshape(20, 30_000)
-    arrays = {
-        "flat": list(data),
-        "rows": [each.reshape(300, 100) for each in data],
-        "every other": [np.repeat(each, 2)[::2] for each in data],
-    }[shape]
-    sides.peer.open("kv").write_batch([(each, 30_000 * at) for at, each in enumerate(arrays)])
+def test_batches_of_bytes_of_any_shape(sides: Sides, shape: str, each: int) -> None:
+    """Flat arrays of bytes are handed on as they are, and received into; others are not taken for such."""
+    count = min((600_000 if shape == "every other" else 3_000_000) // each, 2_000)
+    region = sides.register(blank(count * each))
+    data = np.arange(count * each, dtype=np.uint32).astype(np.uint8).reshape(count, each)
+
+    def shaped(array: np.ndarray[Any, np.dtype[np.uint8]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+        if shape == "every other":
+            return [np.repeat(row, 2)[::2] for row in array]
+        return [row.copy() if shape == "flat" else row.reshape(4, -1).copy() for row in array]
+
+    remote = sides.peer.open("kv")
+    remote.write_batch([(row, each * at) for at, row in enumerate(shaped(data))])
     assert (region.array == data.reshape(-1)).all()
+    into = shaped(np.zeros_like(data))
+    remote.read_batch([(row, each * at) for at, row in enumerate(into)])
+    assert all((mine.reshape(-1) == theirs).all() for mine, theirs in zip(into, data, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [0, 499, 999])
+def test_a_batch_is_not_read_into_what_is_read_only(sides: Sides, wrong: int) -> None:
+    memory = pattern(1000 * 2048)
+    sides.register(memory)
+    remote = sides.peer.open("kv")
+    outs = [blank(2048) for _ in range(1000)]
+    outs[wrong].flags.writeable = False
+    with pytest.raises(UsageError, match="read-only"):
+        remote.read_batch([(out, 2048 * at) for at, out in enumerate(outs)])
+    assert (remote.read(blank(2048), 2048) == memory[2048:4096]).all(), "the connection goes on"
+    assert all(map(is_blank, outs))

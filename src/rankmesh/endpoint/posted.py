@@ -11,8 +11,8 @@ error in reply, after which the sender of an answer sends no more of it.
 
 A place is a run of views of somebody's memory. A frame that lies within one of them is received straight into it. One
 that spans several (rows of a block, pages) is received into all of them, many with one system call, where the link can
-do that and they are not too small (`Scatter`); otherwise into a staging buffer and spread from there. All methods need
-the engine's lock.
+do that and they are not too small (`Scatter`); otherwise into a staging buffer and spread from there. Arrays of bytes
+serve as views: to make one of each would take as long as to receive a page. All methods need the engine's lock.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Posted:
         left = nbytes - len(views[0])
         for part in self._parts:
             if len(part) >= left:
-                self._part, self._at = part, left
+                self._part, self._at = memoryview(part), left
                 views.append(part if len(part) == left else part[:left])
                 return views
             views.append(part)
@@ -222,7 +222,7 @@ class Posted:
         self._at = 0
         for part in self._parts:
             if len(part):
-                self._part = part
+                self._part = memoryview(part)
                 return
         raise self._overrun()
 

@@ -29,6 +29,7 @@ _nbytes = operator.attrgetter("nbytes")
 _format = operator.attrgetter("format")
 _is_readonly = operator.attrgetter("readonly")
 _strides_of = operator.attrgetter("strides")
+_is_writable = operator.attrgetter("flags.writeable")
 #: Of arrays that need no view: bytes, one beside the other.
 _BYTES: Final = {np.dtype(np.uint8)}
 _ONE_BY_ONE: Final = {(1,)}
@@ -250,16 +251,23 @@ class Later:
         #: They need none.
         self._are_bytes = False
 
-    def check(self) -> None:
-        """Raises UsageError for what is no memory, or cannot be written to. No view is made for that of arrays in one
-        piece that hold no references, where they are only read."""
-        if self._arrays and not self._writes:
+    def check(self, *, plain_from: int | None = 0) -> None:
+        """Raises UsageError for what is no memory, or cannot be written to. No views are made of arrays of bytes that
+        have so many each (on average; None: never): these will do instead. Nor are they made now of arrays in one piece
+        that hold no references, where they are only read."""
+        as_they_are = plain_from is not None and self._nbytes >= plain_from * len(self._data)
+        if self._arrays and (as_they_are or not self._writes):
             dtypes = {*map(_dtype, self._data)}
-            self._are_bytes = dtypes == _BYTES and {*map(_strides_of, self._data)} == _ONE_BY_ONE
-            self._sure = self._are_bytes or (
-                all(map(_is_contiguous, self._data)) and not any(dtype.hasobject for dtype in dtypes)
+            self._are_bytes = (
+                as_they_are
+                and dtypes == _BYTES
+                and {*map(_strides_of, self._data)} == _ONE_BY_ONE
+                and not (self._writes and not all(map(_is_writable, self._data)))
             )
-        if not self._sure:
+            self._sure = not (self._writes or self._are_bytes or any(dtype.hasobject for dtype in dtypes)) and all(
+                map(_is_contiguous, self._data)
+            )
+        if not (self._sure or self._are_bytes):
             self.make()
 
     def make(self) -> list[memoryview]:

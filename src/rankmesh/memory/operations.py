@@ -151,12 +151,12 @@ class Operation(Asking[Any]):
         """The request is before whatever is sent from now on."""
         self._carrier = None
 
-    def make_views(self, parts: Iterable[memoryview]) -> bool:
-        """Now that the request is on its way, make the views that were put off, or see that they can be made. False:
-        they cannot, and the operation has ended with the reason."""
+    def make_views(self, parts: Iterable[memoryview], *, plain_from: int | None = 0) -> bool:
+        """Now that the request is on its way, make the views that were put off, or see that they can be made, or need
+        not (`plain_from`, see Later). False: they cannot, and the operation has ended with the reason."""
         if isinstance(parts, Later) and not self.finished:
             try:
-                parts.check()
+                parts.check(plain_from=plain_from)
             except UsageError as error:
                 self._give_up(error)
         return not self.finished

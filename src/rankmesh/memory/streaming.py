@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.endpoint.lanes import Lane
-from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow, Posted
+from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow, Posted, Scatter
 from rankmesh.errors import ProtocolError
 from rankmesh.memory.operations import Operation, Read
 from rankmesh.memory.pulling import Offer
@@ -35,7 +35,7 @@ class StreamedRead(Read):
 
     def request_left(self) -> None:
         super().request_left()
-        self.make_views(self._parts)
+        self.make_views(self._parts, plain_from=None if self.router.arrivals.recvmsg is None else Scatter.SMALLEST)
         self._parts = ()
 
     def _arrived(self, whole: bool) -> None:
