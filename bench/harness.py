@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from rankmesh.membership.ports import free_port
 
-from subjects import ENTRIES, RUN
+from subjects import ENTRIES, MPIEXEC, RUN
 
 WORKER = Path(__file__).with_name("worker.py")
 #: Seconds for a process to start, and for its library to be imported and connected: torch takes its time.
@@ -125,8 +125,9 @@ class World:
         for control in self._controls.values():
             control.close()
         self._controls.clear()
-        # A launcher's ranks are not our children; while it lives they are not reaped, and their pids are still theirs.
-        if any(process.poll() is None for process in self._processes):
+        # mpiexec's ranks are not our children; while it lives they are not reaped, and their pids are still theirs. Ours
+        # end with their launcher.
+        if ENTRIES[self.subject].launcher == MPIEXEC and any(process.poll() is None for process in self._processes):
             for pid in self._pids:
                 _kill(pid)
         for process in self._processes:

@@ -14,7 +14,10 @@ import traceback
 
 from measures import measured
 from measures.base import Rank, Reply
-from subjects import load
+from subjects import ENTRIES, MPIEXEC, RUN, load
+
+#: The variable in which a launcher tells the rank.
+RANK_IN = {MPIEXEC: "PMI_RANK", RUN: "RANKMESH_RANK"}
 
 
 def describe(error: BaseException) -> str:
@@ -56,8 +59,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help="default: what the launcher says")
     parser.add_argument("--cores", default="", help="comma-separated; rank r is pinned to the r-th, none: not pinned")
     arguments = parser.parse_args()
-    launched = "PMI_RANK" if "PMI_RANK" in os.environ else "RANKMESH_RANK"
-    rank = int(os.environ[launched]) if arguments.rank is None else arguments.rank
+    rank = int(os.environ[RANK_IN[ENTRIES[arguments.subject].launcher]]) if arguments.rank is None else arguments.rank
     if arguments.cores:  # before the library is imported: its threads inherit the core
         cores = [int(core) for core in arguments.cores.split(",")]
         os.sched_setaffinity(0, {cores[rank % len(cores)]})

@@ -16,6 +16,8 @@ from timing import scaled
 
 #: Seconds (scaled) a launcher in these tests may take for what takes it well under one.
 DEADLINE = 20.0
+#: A rank that says so and then waits to be ended.
+WAIT = "print('ready', os.getpid(), flush=True)\nwhile True: signal.pause()\n"
 
 
 @dataclass

@@ -17,16 +17,13 @@ from typing import IO
 
 import pytest
 
-from launching import DEADLINE, Launch, Launched, Script, is_gone
+from launching import DEADLINE, WAIT, Launch, Launched, Script, is_gone
 from rankmesh.launch import supervisor
 from rankmesh.launch.output import Multiplexer, Stream
 from rankmesh.launch.plan import RankPlan
 from rankmesh.launch.supervisor import Supervisor
 from rankmesh.membership.ports import free_port
 from timing import scaled, wait_until
-
-#: A rank that says so and then waits to be ended.
-WAIT = "print('ready', os.getpid(), flush=True)\nwhile True: signal.pause()\n"
 
 
 def pids(launched: Launched, word: str = "ready") -> list[int]:

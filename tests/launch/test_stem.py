@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import selectors
 import signal
 import subprocess
 import sys
 import textwrap
 import zipapp
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from launching import DEADLINE, Launch, Script, is_gone
-from rankmesh.launch import stem_main
-from timing import wait_until
+from launching import DEADLINE, WAIT, Launch, Script, is_gone
+from rankmesh.errors import JoinError
+from rankmesh.launch import stem_main, supervisor
+from rankmesh.launch.output import Multiplexer, Stream
+from rankmesh.launch.plan import RankPlan
+from rankmesh.launch.supervisor import Supervisor
+from timing import scaled, wait_until
 
 #: What a program can see of how it is run, as far as it must not depend on who runs it.
 FACTS = """
-import json, os, signal, sys, threading
+import json, os, resource, signal, sys, threading
 names = {name: repr(value) for name, value in globals().items() if name.startswith("__") and name != "__builtins__"}
 names["__spec__"] = repr(__spec__ and (__spec__.name, __spec__.origin, __spec__.cached, __spec__.parent))
 names["__loader__"] = repr((type(__loader__).__name__, getattr(__loader__, "path", None)))
@@ -37,7 +45,10 @@ facts = {
     "session": os.getsid(0) == os.getpgid(0) == os.getpid(),
     "directory": os.getcwd(),
     "environment": {n: v for n, v in os.environ.items() if n not in ("MASTER_PORT",) and not n.startswith("RANKMESH_")},
-    "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:4],
+    "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
+    "limits": [resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_STACK)],
+    "hook": sys.excepthook is sys.__excepthook__,
+    "modules": sorted(set(sys.modules) - {"ctypes", "_ctypes", "ctypes._endian", "struct", "_struct", "__future__"}),
 }
 print(json.dumps(facts))
 """
@@ -50,11 +61,10 @@ def seen(launch: Launch, *words: str) -> list[dict[str, object]]:
     return [json.loads(launched.lines(rank)[0]) for rank in (0, 1)]
 
 
-def write(folder: Path, name: str, text: str) -> str:
+def write(folder: Path, name: str, text: str) -> None:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(text))
-    return name
 
 
 @pytest.mark.parametrize("place", ["program.py", "folder/../program.py", "linked.py"])
@@ -95,16 +105,43 @@ def test_a_script_that_is_not_on_the_path_of_python_is_not_either(launch: Launch
         ("os.kill(os.getpid(), signal.SIGSEGV)", 128 + signal.SIGSEGV),
         ("import atexit; atexit.register(lambda: print('at exit', file=sys.stderr)); raise OSError(2, 'x')", 1),
         ("import threading; threading.Thread(target=lambda: 1 / 0).start()", 0),
+        ("# \x00", 1),
+        ("import traceback as t; sys.excepthook = lambda *error: t.print_tb(error[2]); raise TypeError", 1),
+        ("import threading as t\ndef late(): t.main_thread().join(); 1 / 0\nt.Thread(target=late).start()", 0),
         ("hook = sys.excepthook; sys.excepthook = lambda *e: (print('mine'), hook(*e)); raise TypeError", 1),
     ],
 )
-def test_what_a_program_raises_is_shown_as_python_does(launch: Launch, script: Script, body: str, code: int) -> None:
-    program = script(body)
-    forked, plain = launch("-n", "1", program), launch("-n", "1", "--no-fork", program)
+@pytest.mark.parametrize("module", [False, True], ids=["script", "module"])
+def test_what_a_program_raises_is_shown_as_python_does(
+    launch: Launch, script: Script, body: str, code: int, module: bool
+) -> None:
+    words = ("-m", "program") if module else (script(body),)
+    script(body)
+    forked, plain = launch("-n", "1", *words), launch("-n", "1", "--no-fork", *words)
     assert (forked.finish(), plain.finish()) == (code, code)
     assert forked.lines(0) == plain.lines(0)
     ours, theirs = ([line.split(" at 0x")[0] for line in run.error_lines(0)] for run in (forked, plain))
     assert ours == theirs
+
+
+def test_a_program_finds_what_lies_beside_it(launch: Launch, tmp_path: Path) -> None:
+    """Also where it bears the name of a module of Python's own."""
+    for name in ("json", "signal", "socket"):
+        write(tmp_path, f"folder/{name}.py", f"name = 'my own {name}'")
+    write(tmp_path, "folder/program.py", "import json, signal, socket\nprint(json.name, signal.name, socket.name)")
+    launched = launch("-n", "1", "folder/program.py")
+    assert launched.finish() == 0, launched.errors
+    assert launched.lines() == ["[0] my own json my own signal my own socket"]
+
+
+def test_a_module_runs_where_the_working_directory_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "doomed").mkdir()
+    run = f"rmdir ../doomed && exec {sys.executable} -m rankmesh run -n 1 -m this"
+    done = subprocess.run(
+        ["sh", "-c", run], cwd=tmp_path / "doomed", capture_output=True, timeout=scaled(DEADLINE), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"[0] Beautiful is better than ugly." in done.stdout
 
 
 def test_forked_ranks_have_the_same_addresses_and_hashes(launch: Launch, script: Script) -> None:
@@ -149,6 +186,8 @@ def test_other_programs_are_run_by_an_interpreter_of_their_own(launch: Launch, t
 # What `site` does before
 
 STEM = f"import os, signal, sys, threading, time\nif {stem_main.__file__!r} in sys.orig_argv:\n"
+#: It says that it is there, and does not get on.
+HANG = "open('stem', 'w').write(str(os.getpid())); os.rename('stem', 'started'); signal.pause()"
 
 
 def with_site(tmp_path: Path, body: str) -> dict[str, str]:
@@ -166,6 +205,69 @@ def test_nothing_is_forked_off_an_interpreter_with_threads(launch: Launch, scrip
     launched = launch("-n", "2", program, env=with_site(tmp_path, body))
     assert launched.finish() == 0, launched.errors
     assert sorted(launched.lines()) == ["[0] 1 False", "[1] 1 False"]
+
+
+def test_nothing_is_forked_off_an_interpreter_with_random_numbers(
+    launch: Launch, script: Script, tmp_path: Path
+) -> None:
+    program = script("import json, numpy; print(json.dumps(numpy.random.random(3).tolist()))")
+    launched = launch("-n", "2", program, env=with_site(tmp_path, "import numpy"))
+    assert launched.finish() == 0, launched.errors
+    assert launched.lines(0) != launched.lines(1)
+
+
+def test_what_site_prints_is_read(launch: Launch, script: Script, tmp_path: Path) -> None:
+    """More of it than a pipe holds."""
+    launched = launch("-n", "2", script("print('began')"), env=with_site(tmp_path, "print('x\\n' * 200_000)"))
+    assert launched.finish() == 0, launched.errors
+    assert launched.lines(0) == [*["x"] * 200_000, "", "began"]
+
+
+def test_a_hook_that_site_has_set_is_used(launch: Launch, script: Script, tmp_path: Path) -> None:
+    body = "sys.excepthook = lambda kind, error, trace: print('seen', error, trace.tb_frame.f_code.co_name)"
+    launched = launch("-n", "1", script("raise ValueError('x')"), env=with_site(tmp_path, body))
+    assert launched.finish() == 1
+    assert launched.lines(0) == ["seen x <module>"]
+
+
+def test_a_rank_that_ends_before_it_begins_is_noticed(launch: Launch, script: Script, tmp_path: Path) -> None:
+    """Killed when it has reported, while another has not: so that nothing tells of it once all have."""
+    body = """
+        real, stem = os.write, os.getpid()
+        def write(fd, data):
+            if data.startswith(b"1 "):
+                while os.getppid() == stem:
+                    time.sleep(0.01)
+                time.sleep(0.2)
+            written = real(fd, data)
+            if data.startswith(b"0 "):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return written
+        os.write = write
+    """
+    launched = launch("-n", "2", script(WAIT), env=with_site(tmp_path, body))
+    assert launched.finish() == 128 + signal.SIGKILL
+    assert "failed first: it was ended by SIGKILL" in launched.errors
+
+
+def test_the_start_of_many_ranks_needs_no_higher_limit(launch: Launch, script: Script) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    program = script("import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        launched = launch("-n", "24", program)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert launched.finish() == 0, launched.errors
+    assert sorted(launched.lines()) == sorted(f"[{rank:>2}] 64 {hard}" for rank in range(24))
+
+
+def test_the_stem_ends_with_the_launcher(launch: Launch, script: Script, tmp_path: Path) -> None:
+    launched = launch("-n", "2", script("print('began')"), env=with_site(tmp_path, HANG))
+    wait_until((tmp_path / "started").exists, DEADLINE, "the stem")
+    launched.process.kill()
+    stem = int((tmp_path / "started").read_text())
+    wait_until(lambda: is_gone(stem), 10, "the end of the stem")
 
 
 def test_a_rank_that_cannot_be_forked_is_named_and_no_other_begins(
@@ -187,15 +289,36 @@ def test_a_rank_that_cannot_be_forked_is_named_and_no_other_begins(
 
 
 def test_an_interpreter_that_does_not_start_is_told(launch: Launch, script: Script, tmp_path: Path) -> None:
-    launched = launch("-n", "2", script("print('began')"), env=with_site(tmp_path, "os._exit(3)"))
+    body = "print('no licence', file=sys.stderr); os._exit(3)"
+    launched = launch("-n", "2", script("print('began')"), env=with_site(tmp_path, body))
     assert launched.finish() != 0
     assert launched.out == b""
+    assert launched.error_lines(0) == ["no licence"]
     assert "Rank 0 cannot be started: its interpreter ended with code 3." in launched.errors
 
 
+def test_an_interpreter_that_takes_too_long_to_start_is_given_up(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "START_TIMEOUT", 0.5)
+    environ = {**os.environ, **with_site(tmp_path, f"os.chdir({str(tmp_path)!r})\n" + HANG)}
+    plan = RankPlan(0, [sys.executable, script(WAIT)], environ)
+    with selectors.PollSelector() as selector, open(os.devnull, "wb") as null:
+        output = Multiplexer(selector)
+
+        def streams(rank: int, *pipes: IO[bytes]) -> tuple[Stream, Stream]:
+            out, err = (Stream(pipe, output.sink(null.fileno()), bytes, None) for pipe in pipes)
+            return out, err
+
+        running = Supervisor(selector, output, grace=0.1, timeout=None)
+        with running, pytest.raises(JoinError, match=r"did not start within 0\.5 s"):
+            running.run([plan], streams)
+    if (tmp_path / "started").exists():  # on a slow machine not even that
+        assert is_gone(int((tmp_path / "started").read_text()))
+
+
 def test_ctrl_c_before_the_ranks_begin(launch: Launch, script: Script, tmp_path: Path) -> None:
-    body = "open('stem', 'w').write(str(os.getpid())); os.rename('stem', 'started'); signal.pause()"
-    launched = launch("-n", "2", script("print('began')"), env=with_site(tmp_path, body))
+    launched = launch("-n", "2", script("print('began')"), env=with_site(tmp_path, HANG))
     wait_until((tmp_path / "started").exists, DEADLINE, "the stem")
     launched.process.send_signal(signal.SIGINT)
     assert launched.finish() == 128 + signal.SIGINT

@@ -6,9 +6,10 @@ branches in one rank holds in the next, and is not lost with every switch (bench
 start sooner, and hash strings alike: sets iterate in the same order on all ranks of a host. As with any server that
 forks, the addresses of a run are random, but one rank's tell those of its siblings.
 
-The stem runs nothing of the user's but `site`. It ends once it has forked all ranks. They become children of the
-launcher then, which is their nearest "subreaper" (prctl) for just that long; only after that they are given the word to
-begin. Whoever fails meanwhile, nothing begins: a rank that finds the launcher gone, or its pipe closed, ends.
+The stem runs nothing of the user's but `site`, which so runs once, and does not know of ranks; what it prints the first
+rank prints. The stem ends once it has forked all ranks. They become children of the launcher then, which is their
+nearest "subreaper" (prctl) for just that long; only after that they are given the word to begin. Whoever fails
+meanwhile, nothing begins: a rank that finds the launcher gone, or its pipe closed, ends.
 
 Here is the launcher's side; stem_main is the process.
 """
@@ -16,8 +17,9 @@ Here is the launcher's side; stem_main is the process.
 from __future__ import annotations
 
 import ctypes
-import json
+import marshal
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -34,18 +36,18 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 PR_GET_CHILD_SUBREAPER: Final = 37
 #: Seconds between looks for the end of a process that is ending.
 LOOK: Final = 0.005
-#: Seconds the stem has to end once its report is complete: there is nothing left for it to do.
+#: Seconds the stem has to end once its report is complete, and what is killed to be gone.
 END_TIMEOUT: Final = 10.0
+#: Descriptors of a launcher besides its ranks' pipes.
+SPARE_DESCRIPTORS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A rank's process, a child of this one; `stdout` and `stderr` are where it writes."""
+    """A rank's process, a child of this one."""
 
     rank: int
     pid: int
-    stdout: IO[bytes]
-    stderr: IO[bytes]
 
     def reap(self, timeout: float = 0.0) -> int:
         """Its exit code, as in subprocess. TimeoutError: it has not ended by then."""
@@ -61,7 +63,7 @@ class Process:
 
 class Stem:
     """A context manager around the start of ranks: `read` whenever there is something of the `report`, until it is
-    `complete`; then `settle`, and `begin`. Whoever leaves without that leaves nothing behind."""
+    `complete`; then `settle`, and `begin`. Whoever leaves without that ends all of them."""
 
     def __init__(self, plans: Sequence[RankPlan], *, fork: bool = True) -> None:
         self._plans = plans
@@ -69,11 +71,13 @@ class Stem:
         self._said = bytearray()
         self._settled = False
         self.complete = False
+        #: By rank: where its standard output and error can be read; closed in the end unless taken out.
+        self.outputs: dict[int, tuple[IO[bytes], IO[bytes]]] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(_subreaper())
-            self._outputs = stack.enter_context(ExitStack())
+            stack.callback(self._close_outputs)
             self._start(stack)
             stack.callback(self._end)
             self._resources = stack.pop_all()
@@ -82,28 +86,33 @@ class Stem:
     def __exit__(self, *_: object) -> None:
         self._resources.close()
 
+    @property
+    def pid(self) -> int:
+        return self._stem.pid
+
     def read(self) -> None:
         """Read what there is of the report."""
         said = os.read(self.report.fileno(), 1 << 16)
         self._said += said
-        self.complete = not said
+        self.complete = not said or len(self._answers()) == len(self._plans)
 
     def settle(self) -> list[Process]:
         """The ranks, which are children of this process from now on and wait for the word to begin."""
         try:
-            self._stem.wait(END_TIMEOUT)
+            code = self._stem.wait(END_TIMEOUT)
         except subprocess.TimeoutExpired:
             raise JoinError(f"The process that starts the ranks (pid {self._stem.pid}) does not end.") from None
         answers = self._answers()
         for plan in self._plans:
-            answer = answers.get(plan.rank, f"its interpreter ended with code {self._stem.returncode}")
+            answer = answers.get(plan.rank)
+            if answer is None:
+                reason = f"its interpreter ended with code {code}" if code else "it ended before it had begun"
+                raise JoinError(f"Rank {plan.rank} cannot be started: {reason}.")
             if not answer.isdecimal():
-                raise JoinError(
-                    f"Rank {plan.rank} cannot be started: {answer}. Check the limits with `rankmesh doctor`."
-                )
+                message = f"Rank {plan.rank} cannot be started: {answer}. Check the limits with `rankmesh doctor`."
+                raise JoinError(message)
         self._settled = True
-        self._outputs.pop_all()  # the ranks' now
-        return [Process(rank, int(answers[rank]), *readers) for rank, readers in self._readers.items()]
+        return [Process(rank, int(pid)) for rank, pid in answers.items()]
 
     def begin(self) -> None:
         """Give the ranks the word."""
@@ -111,49 +120,56 @@ class Stem:
 
     def _start(self, stack: ExitStack) -> None:
         """Start the process. Its ends of all pipes are closed on this side then; ours are closed with `stack`."""
+        limits = _room_for_descriptors(4 * len(self._plans) + SPARE_DESCRIPTORS)
         with ExitStack() as theirs:
 
-            def pipe(ours: ExitStack) -> tuple[IO[bytes], int]:
+            def pipe() -> tuple[IO[bytes], int]:
                 reading, writing = os.pipe()
                 theirs.callback(os.close, writing)
-                return ours.enter_context(open(reading, "rb", 0)), writing
+                return open(reading, "rb", 0), writing
 
-            self.report, report = pipe(stack)
+            self.report, report = pipe()
+            stack.callback(self.report.close)
             word, self._word = os.pipe()
             theirs.callback(os.close, word)
             stack.callback(os.close, self._word)
             null = os.open(os.devnull, os.O_RDONLY)
             theirs.callback(os.close, null)
-            self._readers: dict[int, tuple[IO[bytes], IO[bytes]]] = {}
             common = dict(set.intersection(*(set(plan.env.items()) for plan in self._plans)))
             ranks: list[dict[str, Any]] = []
             for plan in self._plans:
-                (stdout, out), (stderr, err) = pipe(self._outputs), pipe(self._outputs)
-                self._readers[plan.rank] = stdout, stderr
-                own = {name: value for name, value in plan.env.items() if name not in common}
-                stdin = None if plan.rank == 0 else null
+                (stdout, out), (stderr, err) = pipe(), pipe()
+                self.outputs[plan.rank] = stdout, stderr
                 ranks.append(
                     {
                         "rank": plan.rank,
                         "program": plan.argv[1:],
-                        "environment": own,
-                        "stdin": stdin,
+                        "environment": {name: text for name, text in plan.env.items() if name not in common},
+                        "stdin": None if plan.rank == 0 else null,
                         "stdout": out,
                         "stderr": err,
                     }
                 )
             passed = [null, *(rank[name] for rank in ranks for name in ("stdout", "stderr"))]
-            orders = {"launcher": os.getpid(), "fork": self._fork, "ranks": ranks, "passed": passed}
-            text = json.dumps({**orders, "report": report, "word": word}).encode()
+            orders = {
+                "launcher": os.getpid(),
+                "fork": self._fork,
+                "limits": limits,
+                "ranks": ranks,
+                "passed": passed,
+                "report": report,
+                "word": word,
+            }
+            python, *program = self._plans[0].argv
+            flags = [] if self._fork else ["-P", "-S"]  # who only starts others needs neither
             with open(os.memfd_create("rankmesh-orders"), "wb", 0) as file:
-                file.write(text)
+                file.write(marshal.dumps(orders))
                 file.seek(0)
-                python, *program = self._plans[0].argv
                 self._stem = subprocess.Popen(
-                    [python, stem_main.__file__, str(file.fileno()), *program],  # the program is for readers of `ps`
+                    [python, *flags, stem_main.__file__, str(file.fileno()), *program],  # the program is for `ps`
                     env=common,
                     stdin=None if ranks[0]["stdin"] is None else subprocess.DEVNULL,
-                    stdout=ranks[0]["stdout"],  # what `site` has to say the first rank says
+                    stdout=ranks[0]["stdout"],
                     stderr=ranks[0]["stderr"],
                     pass_fds=[file.fileno(), report, word, *passed],
                     start_new_session=True,
@@ -161,18 +177,33 @@ class Stem:
 
     def _answers(self) -> dict[int, str]:
         """By rank: its process number, or why there is none."""
-        answers = (line.split(maxsplit=1) for line in self._said.decode().splitlines())
-        return {int(rank): answer for rank, answer in answers}
+        answers = (line.split(maxsplit=1) for line in self._said.decode().splitlines(keepends=True) if line[-1] == "\n")
+        return {int(rank): answer.strip() for rank, answer in answers}
 
     def _end(self) -> None:
-        """Nothing is left of a start that failed. A rank that has not reported yet ends for want of the word."""
-        if not self._settled:
-            self._stem.kill()
-            self._stem.wait()
-            for answer in self._answers().values():
-                if answer.isdecimal():
-                    os.kill(int(answer), signal.SIGKILL)
-                    os.waitpid(int(answer), 0)
+        """Nothing is left of a start that failed; a rank that has not reported ends by itself, for want of the word."""
+        if self._settled:
+            return
+        self._stem.kill()
+        self._stem.wait(END_TIMEOUT)
+        for rank, answer in self._answers().items():
+            if answer.isdecimal():
+                os.kill(int(answer), signal.SIGKILL)
+                Process(rank, int(answer)).reap(END_TIMEOUT)
+
+    def _close_outputs(self) -> None:
+        for pipes in self.outputs.values():
+            for pipe in pipes:
+                pipe.close()
+
+
+def _room_for_descriptors(count: int) -> tuple[int, int]:
+    """Raise this process's limit if need be, as far as it may be. What it was, for those who inherit it."""
+    soft, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return before
 
 
 @contextmanager

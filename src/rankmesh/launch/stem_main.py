@@ -1,56 +1,73 @@
 """The stem: the one interpreter of a run from which its ranks branch off (see stem).
 
-Run by path with `python stem_main.py <descriptor of the orders>`, and the program for `ps` to show; imports nothing of
-rankmesh, nor anything that starts threads or holds state that ranks must not share. Each rank, once forked:
+Run by path with `python stem_main.py <descriptor of the orders>`, and the program for `ps` to show. It imports next to
+nothing: what is imported here a program would not find in its own folder, and threads and random numbers must not be
+shared. Each rank, once forked:
 
 1. leads a session of its own, has its own pipes and environment, and says so to the launcher;
 2. waits for the launcher's word, which comes when the stem has ended and the rank is the launcher's own child;
 3. has the kernel kill it when the launcher's main thread ends, however that ends (PR_SET_PDEATHSIG survives exec);
 4. runs the program right here, as `python` would, or becomes a new interpreter that does (exec).
 
-It is `exec` where the orders say so, where this interpreter has threads already (a `.pth` file started them), and for
-programs that are not a plain `.py` file or a module.
+It is `exec` where the orders say so; where `site` has started threads, which would be missing here, or imported
+something with a random state that all would share; and for programs that are not a plain `.py` file or a module, or
+cannot be compiled, which Python says best itself.
 """
 
 from __future__ import annotations
 
 import ctypes
-import io
-import json
+import marshal
 import os
-import runpy
-import signal
+import resource
 import sys
-import types
-from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # as in typing, which is not imported
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, TracebackType
+    from typing import Any, NoReturn
+
+    Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 PR_SET_PDEATHSIG = 1
+SIGKILL = 9
 #: What a shell answers for a command that cannot be executed.
 CANNOT_EXECUTE = 126
+#: What ranks must not share the state of.
+RANDOM = {"numpy", "torch"}
+HERE = __file__  # Python takes `__file__` away when the main thread has ended
 
 
 def main() -> None:
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this file: programs have theirs there
-    with open(int(sys.argv[1]), encoding="utf-8") as stream:
-        orders = json.load(stream)
-    in_place = orders["fork"] and len(os.listdir("/proc/self/task")) == 1
+    with open(int(sys.argv[1]), "rb") as stream:
+        orders = marshal.load(stream)  # from the launcher, by a descriptor that nobody else has
+    in_place = orders["fork"] and len(os.listdir("/proc/self/task")) == 1 and RANDOM.isdisjoint(sys.modules)
+    if not in_place:
+        silence_warnings()
     for rank in orders["ranks"]:
         try:
             pid = os.fork()
         except OSError as error:
             os.write(orders["report"], f"{rank['rank']} {error}\n".encode())
-            return
+            break
         if pid == 0:
             branch_off(rank, orders)
             program = rank["program"]
-            if in_place and (source := load(program)) is not None:
-                become(program, source)
-            else:
-                execute(program)
-            return
+            if in_place and (program[0] == "-m" or (code := load(program[0])) is not None):
+                become(program, None if program[0] == "-m" else code)
+                return
+            execute(program)
+    os._exit(0)  # what `site` left to be done at the end is for the ranks to do
+
+
+def silence_warnings() -> None:
+    """Python warns of forks where there are threads; whoever is forked here only calls exec."""
+    import warnings
+
+    warnings.simplefilter("ignore")
 
 
 def branch_off(rank: dict[str, Any], orders: dict[str, Any]) -> None:
@@ -62,76 +79,95 @@ def branch_off(rank: dict[str, Any], orders: dict[str, Any]) -> None:
     os.dup2(rank["stderr"], 2)
     for fd in orders["passed"]:
         os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, orders["limits"])
     os.environ.update(rank["environment"])
     report, word = orders["report"], orders["word"]
     os.write(report, f"{rank['rank']} {os.getpid()}\n".encode())
     os.close(report)
     if not os.read(word, 1):
-        sys.exit("rankmesh: the launcher ended before this rank began.")
+        give_up("the launcher ended before this rank began")
     os.close(word)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        sys.exit(f"rankmesh: prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}.")
+    if libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
+        give_up(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != orders["launcher"]:
-        sys.exit("rankmesh: the launcher ended before this rank began.")  # no signal comes for a death before prctl
+        give_up("the launcher ended before this rank began")  # no signal comes for a death before prctl
 
 
-def load(program: Sequence[str]) -> bytes | None:
-    """The program's source, or nothing for a module, which is found later. None: not to be run here."""
-    if program[0] == "-m":
-        return b""
-    if not program[0].endswith(".py"):
+def give_up(reason: str, code: int = 1) -> NoReturn:
+    """End this process at once: nothing of the program has begun."""
+    os.write(2, f"rankmesh: {reason}.\n".encode(errors="replace"))
+    os._exit(code)
+
+
+def load(script: str) -> CodeType | None:
+    """None: not to be run here."""
+    if not script.endswith(".py"):
         return None
+    path = path_of(script)
     try:
-        with io.open_code(_path(program)) as file:
-            return file.read()
-    except OSError:
-        return None  # Python itself says it best
+        with open(path, "rb") as file:
+            return compile(file.read(), path, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError):
+        return None
 
 
-def become(program: Sequence[str], source: bytes) -> None:
-    """Run the program in this interpreter, as `python` with these words would."""
-    main_module = types.ModuleType("__main__")
+def become(program: list[str], code: CodeType | None) -> None:
+    """Run the program in this interpreter, as `python` with these words would: this code, or a module."""
+    main_module = type(sys)("__main__")
     main_module.__dict__.update({"__builtins__": __builtins__, "__annotations__": {}})
     sys.modules["__main__"] = main_module
     sys.orig_argv = [sys.executable, *program]
-    if program[0] == "-m":
-        sys.argv = ["-m", *program[2:]]
-        _search_first(os.getcwd())
-        runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
-        return
-    path = _path(program)
-    sys.argv = list(program)
-    _search_first(os.path.dirname(os.path.realpath(path)))
-    loader = SourceFileLoader("__main__", path)
-    main_module.__dict__.update({"__file__": path, "__cached__": None, "__loader__": loader})
-    sys.excepthook = show
-    exec(compile(source, path, "exec", dont_inherit=True), main_module.__dict__)  # noqa: S102  # the user's program
+    try:
+        if code is None:
+            import runpy
+
+            sys.argv = ["-m", *program[2:]]
+            search_first(os.getcwd)
+            runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
+        else:
+            path = path_of(program[0])
+            sys.argv = list(program)
+            search_first(lambda: os.path.dirname(os.path.realpath(path)))
+            loader = type(globals()["__loader__"])("__main__", path)
+            main_module.__dict__.update({"__file__": path, "__cached__": None, "__loader__": loader})
+            exec(code, main_module.__dict__)  # noqa: S102  # the user's program
+    except BaseException:
+        sys.excepthook = without_our_frames(sys.excepthook)
+        raise
 
 
-def _path(program: Sequence[str]) -> str:
-    return os.path.join(os.getcwd(), program[0])  # not in its shortest form: Python does not do so either
+def path_of(script: str) -> str:
+    return os.path.join(os.getcwd(), script)  # not in its shortest form: Python does not do so either
 
 
-def _search_first(folder: str) -> None:
+def search_first(folder: Callable[[], str]) -> None:
     if not sys.flags.safe_path:
-        sys.path.insert(0, folder)
+        try:
+            sys.path.insert(0, folder())
+        except OSError:  # the working directory was removed: Python does without, too
+            return
 
 
-def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Print what the program raised, without the frames of this file that are below it."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+def without_our_frames(hook: Hook) -> Hook:
+    """Show what the program raised without the frames of this file that are below it."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.excepthook = hook
+        while trace is not None and trace.tb_frame.f_code.co_filename == HERE:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        hook(kind, error, trace)
+
+    return show
 
 
-def execute(program: Sequence[str]) -> NoReturn:
+def execute(program: list[str]) -> NoReturn:
     """Become a new interpreter that runs the program."""
     try:
         os.execv(sys.executable, [sys.executable, *program])
     except OSError as error:
-        print(f"rankmesh: {sys.executable} cannot be executed: {error.strerror}.", file=sys.stderr)
-        sys.exit(CANNOT_EXECUTE)
+        give_up(f"{sys.executable} cannot be executed: {error.strerror}", CANNOT_EXECUTE)
 
 
 if __name__ == "__main__":

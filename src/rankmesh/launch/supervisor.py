@@ -19,7 +19,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import IO, Final, Self
 
@@ -92,8 +92,6 @@ class Supervisor:
             self._signal_all(signal.SIGKILL)
             self._output.close_streams()
             for process in self._alive.values():
-                process.stdout.close()
-                process.stderr.close()
                 try:
                     process.reap(UNKILLABLE)
                 except TimeoutError:
@@ -103,13 +101,16 @@ class Supervisor:
 
     def run(self, plans: Sequence[RankPlan], open_streams: OpenStreams) -> Outcome:
         """Start the ranks, and return when all have ended and their output has been read."""
-        for process in self._start(plans):
-            out, err = open_streams(process.rank, process.stdout, process.stderr)
-            self._output.add(out)
-            self._output.add(err)
-            self._errors[process.rank] = err
+        try:
+            self._start(plans, open_streams)
+        except JoinError:  # what there is to read may tell why
+            self._drain()
+            self.flush()
+            raise
         if self._timeout is not None:
             self._give_up_at = time.monotonic() + self._timeout
+        self.outcome.add(list(self._reap()))  # one may have ended before it began, and the signal of that gone by
+        self._check_ends(time.monotonic())
         while self._alive:
             before_the_end = () if self._ending else (self._give_up_at, self._settled_at)
             deadlines = (self._kill_at, self._abandon_at, *before_the_end)
@@ -136,29 +137,44 @@ class Supervisor:
                     return
                 self._pump(deadline)
 
-    def _start(self, plans: Sequence[RankPlan]) -> Iterable[Process]:
+    def _start(self, plans: Sequence[RankPlan], open_streams: OpenStreams) -> None:
         """Start the ranks; none if a signal that ends them comes before they begin."""
-        deadline = time.monotonic() + START_TIMEOUT
         try:
             with Stem(plans, fork=self._fork) as stem:
-                self._selector.register(stem.report, selectors.EVENT_READ, stem)
-                try:
-                    while not stem.complete:
-                        if time.monotonic() >= deadline:
-                            raise JoinError(f"The ranks' interpreter did not start within {START_TIMEOUT:g} s.")
-                        self._pump(deadline)
-                        if self._ending:
-                            return ()
-                finally:
-                    self._selector.unregister(stem.report)
-                for process in stem.settle():
-                    self._alive[process.rank] = process
-                    self._guard.add(process.pid)
-                stem.begin()
+                self._guard.add(stem.pid)
+                for rank in tuple(stem.outputs):
+                    out, err = open_streams(rank, *stem.outputs[rank])
+                    self._output.add(out)
+                    self._output.add(err)
+                    self._errors[rank] = err
+                    del stem.outputs[rank]  # the streams' from now on
+                if self._await_report(stem):
+                    for process in stem.settle():
+                        self._alive[process.rank] = process
+                        self._guard.add(process.pid)
+                    stem.begin()
+            self._guard.remove(stem.pid)
         except OSError as error:
             message = f"The ranks cannot be started: {error}. Check the limits with `rankmesh doctor`."
             raise JoinError(message) from error
-        return self._alive.values()
+
+    def _await_report(self, stem: Stem) -> bool:
+        """Wait until all ranks have branched off. False: they are not to begin any more."""
+        deadline = time.monotonic() + START_TIMEOUT
+        self._selector.register(stem.report, selectors.EVENT_READ, stem)
+        try:
+            while not stem.complete:
+                if time.monotonic() >= deadline:
+                    raise JoinError(
+                        f"The ranks' interpreter (pid {stem.pid}) did not start within {START_TIMEOUT:g} s. See what "
+                        "site-packages or sitecustomize do at its start: `python -X importtime -c pass`."
+                    )
+                self._pump(deadline)
+                if self._ending:
+                    return False
+        finally:
+            self._selector.unregister(stem.report)
+        return True
 
     def _pump(self, deadline: float | None) -> bool:
         """Wait for something to happen until then, and attend to it. True if signals came: ranks may have ended.
