@@ -125,7 +125,7 @@ class World:
         for control in self._controls.values():
             control.close()
         self._controls.clear()
-        # mpiexec's ranks are not our children; while it lives they are not reaped, and their pids are still theirs. Ours
+        # The ranks of mpiexec are not our children; while it lives they are not reaped, and their pids are theirs. Ours
         # end with their launcher.
         if ENTRIES[self.subject].launcher == MPIEXEC and any(process.poll() is None for process in self._processes):
             for pid in self._pids:
