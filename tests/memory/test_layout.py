@@ -79,15 +79,32 @@ def test_of_arrays_that_are_only_read_views_are_made_one_by_one() -> None:
     assert b"".join(views) == b"".join(array.tobytes() for array in arrays[1:])
     strided = Later([*arrays, np.asfortranarray(table)], later._nbytes + table.nbytes, writes=False)
     strided.check()
-    assert strided._views is not None, "such may be refused, and that is found out before"
+    assert strided._views is None, "of rows there may be millions"
     assert b"".join(strided) == b"".join(array.tobytes() for array in (*arrays, table))
 
 
 def test_what_is_no_memory_is_found_out_before_the_first_view() -> None:
     for first in (np.zeros(8, np.uint8), np.zeros(7, "V0")):
-        later = Later([first, np.array([object()])], first.nbytes + 8, writes=False)
-        with pytest.raises(UsageError):
-            later.check()
+        for wrong in (np.array([object()]), np.zeros(8, np.uint8)[::-1], np.zeros((4, 4), np.int16)[::2, ::-2]):
+            later = Later([first, wrong], first.nbytes + wrong.nbytes, writes=False)
+            with pytest.raises(UsageError):
+                later.check()
+
+
+def test_rows_are_read_into_one_by_one_unless_some_are_read_only() -> None:
+    table = np.zeros((1000, 4), np.int16)
+    later = Later([table[:, 1], table[0]], 2008, writes=True)
+    later.check(plain_from=1024)
+    assert later._views is None
+    for view in later:
+        view[:] = b"\x01" * len(view)
+    assert (table[:, 1] == 0x0101).all()
+    assert (table[0] == 0x0101).all()
+    assert not table[1:, 0].any()
+    fixed = table[:, 2]
+    fixed.flags.writeable = False
+    with pytest.raises(UsageError, match="read-only"):
+        Later([table[:, 1], fixed], 4000, writes=True).check(plain_from=1024)
 
 
 @pytest.mark.parametrize(

@@ -253,20 +253,19 @@ class Later:
 
     def check(self, *, plain_from: int | None = 0) -> None:
         """Raises UsageError for what is no memory, or cannot be written to. No views are made of arrays of bytes that
-        have so many each (on average; None: never): these will do instead. Nor are they made now of arrays in one piece
-        that hold no references, where they are only read."""
-        as_they_are = plain_from is not None and self._nbytes >= plain_from * len(self._data)
-        if self._arrays and (as_they_are or not self._writes):
-            dtypes = {*map(_dtype, self._data)}
-            self._are_bytes = (
-                as_they_are
-                and dtypes == _BYTES
-                and {*map(_strides_of, self._data)} == _ONE_BY_ONE
-                and not (self._writes and not all(map(_is_writable, self._data)))
-            )
-            self._sure = not (self._writes or self._are_bytes or any(dtype.hasobject for dtype in dtypes)) and all(
-                map(_is_contiguous, self._data)
-            )
+        have so many each (on average; None: never): these will do instead. Nor are they made now of other arrays, where
+        that would take long: there are many, which are only read, or they have rows, of which there may be millions."""
+        if self._arrays:
+            data, writes = self._data, self._writes
+            dtypes = {*map(_dtype, data)}
+            plain = plain_from is not None and self._nbytes >= plain_from * len(data) and dtypes == _BYTES
+            if plain and {*map(_strides_of, data)} == _ONE_BY_ONE:
+                self._are_bytes = not writes or all(map(_is_writable, data))
+            elif not any(dtype.hasobject for dtype in dtypes):
+                odd = [*itertools.filterfalse(_is_contiguous, data)]
+                for each in odd:
+                    stretches(each)  # raises for those that run backwards
+                self._sure = all(map(_is_writable, data)) if writes and odd else not writes
         if not (self._sure or self._are_bytes):
             self.make()
 
