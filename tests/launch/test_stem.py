@@ -360,8 +360,8 @@ def test_a_launcher_adopts_nobody_but_its_ranks(launch: Launch, script: Script) 
         waiting = f"import os; os.read({read}, 1); print('parent', os.getppid(), flush=True)"
         starter = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waiting!r}], pass_fds=[{read}])"
         subprocess.run([sys.executable, "-c", starter], pass_fds=[read], check=True)
-        os.write(write, b"x")
         print("launcher", os.getppid(), flush=True)
+        os.write(write, b"x")  # one speaks after the other: they share a pipe
         signal.pause()
         """
     )

@@ -161,12 +161,11 @@ class Stem:
                 "word": word,
             }
             python, *program = self._plans[0].argv
-            flags = [] if self._fork else ["-P", "-S"]  # who only starts others needs neither
             with open(os.memfd_create("rankmesh-orders"), "wb", 0) as file:
                 file.write(marshal.dumps(orders))
                 file.seek(0)
                 self._stem = subprocess.Popen(
-                    [python, *flags, stem_main.__file__, str(file.fileno()), *program],  # the program is for `ps`
+                    [python, "-P", "-S", stem_main.__file__, str(file.fileno()), *program],  # the program is for `ps`
                     env=common,
                     stdin=None if ranks[0]["stdin"] is None else subprocess.DEVNULL,
                     stdout=ranks[0]["stdout"],

@@ -1,8 +1,9 @@
 """The stem: the one interpreter of a run from which its ranks branch off (see stem).
 
-Run by path with `python stem_main.py <descriptor of the orders>`, and the program for `ps` to show. It imports next to
-nothing: what is imported here a program would not find in its own folder, and threads and random numbers must not be
-shared. Each rank, once forked:
+Run by path with `python -P -S stem_main.py <descriptor of the orders>`, and the program for `ps` to show. Without
+`site` it starts in milliseconds, and ties its life to the launcher's; then it begins anew with `site`, if programs are
+to run here. It imports next to nothing: what is imported here a program would not find in its own folder, and threads
+and random numbers must not be shared. Each rank, once forked:
 
 1. leads a session of its own, has its own pipes and environment, and says so to the launcher;
 2. waits for the launcher's word, which comes when the stem has ended and the rank is the launcher's own child;
@@ -40,10 +41,16 @@ HERE = __file__  # Python takes `__file__` away when the main thread has ended
 
 
 def main() -> None:
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the folder of this file: programs have theirs there
-    with open(int(sys.argv[1]), "rb") as stream:
+    with open(int(sys.argv[1]), "rb", closefd=False) as stream:
         orders = marshal.load(stream)  # from the launcher, by a descriptor that nobody else has
+        stream.seek(0)
+    if sys.flags.no_site:
+        tie_to(orders["launcher"])
+        if orders["fork"]:
+            execute([HERE, *sys.argv[1:]])
+    elif not sys.flags.safe_path:
+        del sys.path[0]  # the folder of this file: programs have theirs there
+    os.close(int(sys.argv[1]))
     in_place = orders["fork"] and len(os.listdir("/proc/self/task")) == 1 and RANDOM.isdisjoint(sys.modules)
     if not in_place:
         silence_warnings()
@@ -87,10 +94,15 @@ def branch_off(rank: dict[str, Any], orders: dict[str, Any]) -> None:
     if not os.read(word, 1):
         give_up("the launcher ended before this rank began")
     os.close(word)
+    tie_to(orders["launcher"])
+
+
+def tie_to(launcher: int) -> None:
+    """Have the kernel kill this process when the launcher's main thread ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
         give_up(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != orders["launcher"]:
+    if os.getppid() != launcher:
         give_up("the launcher ended before this rank began")  # no signal comes for a death before prctl
 
 

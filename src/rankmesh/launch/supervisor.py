@@ -141,7 +141,6 @@ class Supervisor:
         """Start the ranks; none if a signal that ends them comes before they begin."""
         try:
             with Stem(plans, fork=self._fork) as stem:
-                self._guard.add(stem.pid)
                 for rank in tuple(stem.outputs):
                     out, err = open_streams(rank, *stem.outputs[rank])
                     self._output.add(out)
@@ -153,7 +152,6 @@ class Supervisor:
                         self._alive[process.rank] = process
                         self._guard.add(process.pid)
                     stem.begin()
-            self._guard.remove(stem.pid)
         except OSError as error:
             message = f"The ranks cannot be started: {error}. Check the limits with `rankmesh doctor`."
             raise JoinError(message) from error
