@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankmesh.endpoint.lanes import COMMIT_BUFFERS, COMMIT_BYTES, Cursor, Frame, Lane, OutQueue
+from rankmesh.endpoint.lanes import COMMIT_BUFFERS, COMMIT_BYTES, Cursor, Frame, Lane, OutQueue, Piece, Series
 from rankmesh.wire.header import DATA_LIMIT, HEADER, HEADER_BYTES, Kind, pack
 
 
@@ -26,7 +26,7 @@ class Owner:
     def __post_init__(self) -> None:
         self._cursor = Cursor([memoryview(part) for part in self.parts])
 
-    def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
+    def next_piece(self, limit: int) -> Piece:
         return self._cursor.next_piece(limit)
 
     @property
@@ -235,11 +235,12 @@ def test_cursor_walks_over_parts_as_if_they_were_one(sizes: list[int], limit: in
     cursor = Cursor([memoryview(part) for part in parts])
     whole, got = b"".join(parts), b""
     while pieces := cursor.next_piece(limit):
-        offset, views = pieces
+        offset, views, nbytes = pieces
         if not views:
             break
         assert offset == len(got)
         piece = b"".join(views)
+        assert len(piece) == nbytes
         assert len(piece) == min(limit, len(whole) - offset)
         got += piece
     assert got == whole
@@ -259,8 +260,24 @@ def test_frame_forgets_what_is_gone(count: int) -> None:
     assert one.nbytes == len(whole) - count
 
 
+@given(st.integers(0, 700), st.sampled_from([1, 64, 4096, Series.LARGEST]), st.integers(0, 1 << 20))
+def test_a_series_is_walked_over_like_any_parts(count: int, each: int, more: int) -> None:
+    """In pieces of whole buffers, not more of them than a system call takes."""
+    buffers = [bytes([at % 256]) * each for at in range(count)]
+    series = Series(buffers, each)
+    got: list[object] = []
+    while (piece := series.next_piece(each + more))[1]:
+        offset, pieces, nbytes = piece
+        assert offset == len(got) * each
+        assert nbytes == each * len(pieces) <= each + more
+        assert len(pieces) < COMMIT_BUFFERS
+        got += pieces
+    assert got == buffers
+    assert series.next_piece(each + more) == (count * each, [], 0)
+
+
 def test_a_cursor_steps_over_any_number_of_empty_buffers() -> None:
     cursor = Cursor([memoryview(b"")] * 300_000 + [memoryview(b"ab")] + [memoryview(b"")] * 300_000)
-    offset, pieces = cursor.next_piece(10)
-    assert (offset, b"".join(pieces)) == (0, b"ab")
-    assert cursor.next_piece(10) == (2, [])
+    offset, pieces, nbytes = cursor.next_piece(10)
+    assert (offset, b"".join(pieces), nbytes) == (0, b"ab", 2)
+    assert cursor.next_piece(10) == (2, [], 0)

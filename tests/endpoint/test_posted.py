@@ -40,11 +40,11 @@ def test_an_outflow_hands_out_everything_in_order(parts: list[int], limit: int, 
     outflow = Outflow(Link(join_below), 5, cut(content, parts), len(content))
     got, offsets = b"", []
     while True:
-        offset, pieces = outflow.next_piece(limit)
+        offset, pieces, nbytes = outflow.next_piece(limit)
         if not pieces:
             break
         piece = b"".join(pieces)
-        assert 0 < len(piece) <= limit
+        assert 0 < len(piece) == nbytes <= limit
         assert offset == len(got)
         got += piece
         offsets.append(offset)

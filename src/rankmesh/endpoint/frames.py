@@ -167,12 +167,12 @@ class FrameSender:
             if written >= TURN_BYTES or not ring.has_slot():
                 ring.lacks_slot = True
                 return True
-            offset, pieces = transfer.next_piece(DATA_LIMIT if transfer.sent else FIRST_PIECE)
-            size = len(pieces[0]) if len(pieces) == 1 else 0
+            piece = transfer.next_piece(DATA_LIMIT if transfer.sent else FIRST_PIECE)
+            offset, pieces, size = piece
             header = pack(Kind.DATA, ident=transfer.ident, nbytes=size, extra=offset)
-            if size <= INLINE_MOST or not ring.put_both(header, pieces[0]):
+            if len(pieces) != 1 or size <= INLINE_MOST or not ring.put_both(header, pieces[0]):
                 if pieces:
-                    queue.commit_piece(transfer, offset, pieces)
+                    queue.commit_piece(transfer, piece)
                 break
             self._after_write()
             self.spoke = True

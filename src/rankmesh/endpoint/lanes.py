@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+from rankmesh.config import KIB
 from rankmesh.wire.header import DATA_LIMIT, Kind, pack
 
 #: A batch for one system call: large enough to fill it, small enough for precedence to mean something.
 COMMIT_BYTES: Final = DATA_LIMIT
 COMMIT_BUFFERS: Final = 256
+
+
+#: Of a transfer: its offset, its buffers, and how many bytes they have.
+Piece = tuple[int, list[memoryview], int]
 
 
 class Lane(IntEnum):
@@ -46,8 +51,8 @@ class Transfer(Owner, Protocol):
         """Bytes that have not."""
         ...
 
-    def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
-        """Offset and buffers of the next piece; an empty list when everything was handed out."""
+    def next_piece(self, limit: int) -> Piece:
+        """The next piece, of up to `limit` bytes; empty when everything was handed out."""
         ...
 
 
@@ -126,11 +131,11 @@ class OutQueue:
         """All of it has left."""
         self._bulk.remove(transfer)
 
-    def commit_piece(self, transfer: Transfer, offset: int, pieces: list[memoryview]) -> None:
+    def commit_piece(self, transfer: Transfer, piece: Piece) -> None:
         """A piece of a transfer that goes the usual way."""
-        size = sum(map(len, pieces))
+        offset, buffers, size = piece
         header = pack(Kind.DATA, ident=transfer.ident, nbytes=size, extra=offset)
-        self._committed.append(Frame([header, *pieces], len(header) + size, transfer, size))
+        self._committed.append(Frame([header, *buffers], len(header) + size, transfer, size))
 
     def commit(self) -> list[memoryview | bytes]:
         """The buffers to send next, up to a batch; empty when there is nothing."""
@@ -203,11 +208,31 @@ class OutQueue:
     def _commit_bulk(self) -> None:
         while self._bulk:
             transfer = self._bulk.popleft()
-            offset, pieces = transfer.next_piece(DATA_LIMIT)
-            if pieces:
-                self.commit_piece(transfer, offset, pieces)
+            piece = transfer.next_piece(DATA_LIMIT)
+            if piece[1]:
+                self.commit_piece(transfer, piece)
                 self._bulk.append(transfer)
                 return
+
+
+class Series:
+    """Many buffers of one size, each of them at most LARGEST bytes: a Cursor over them that does not look at each."""
+
+    #: A piece of a transfer holds at least one.
+    LARGEST: Final = 64 * KIB
+
+    __slots__ = ("_at", "_buffers", "_each")
+
+    def __init__(self, buffers: Sequence[Any], each: int) -> None:
+        self._buffers = buffers
+        self._each = each
+        self._at = 0
+
+    def next_piece(self, limit: int) -> Piece:
+        at = self._at
+        pieces = list(self._buffers[at : at + min(limit // self._each, COMMIT_BUFFERS - 1)])
+        self._at = at + len(pieces)
+        return at * self._each, pieces, len(pieces) * self._each
 
 
 class Cursor:
@@ -222,7 +247,7 @@ class Cursor:
         self._nbytes = 0
         self.offset = 0
 
-    def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
+    def next_piece(self, limit: int) -> Piece:
         began, ahead = self.offset, self._ahead
         while self._nbytes < limit and (room := COMMIT_BUFFERS - 1 - len(ahead)) > 0:
             more = list(itertools.islice(self._parts, room))
@@ -247,4 +272,4 @@ class Cursor:
                 left -= len(part)
         self._nbytes -= nbytes
         self.offset = began + nbytes
-        return began, pieces
+        return began, pieces, nbytes

@@ -148,8 +148,8 @@ class Loopback(Conversation):
     def move(self, transfer: Transfer, nbytes: int) -> None:
         """Bytes that have a place already: copied there."""
         posted = self.arrivals.posted[transfer.ident]
-        while pieces := transfer.next_piece(DATA_LIMIT)[1]:
-            size = sum(map(len, pieces))
+        while (piece := transfer.next_piece(DATA_LIMIT))[1]:
+            _, pieces, size = piece
             view = posted.place(size)
             if view is not None:
                 assert isinstance(view, memoryview)  # nothing is received here, so nothing scatters

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Protocol
 
-from rankmesh.endpoint.lanes import Cursor
+from rankmesh.endpoint.lanes import Cursor, Piece, Series
 from rankmesh.errors import ProtocolError
 from rankmesh.wire.header import DATA_LIMIT
 
@@ -237,18 +237,18 @@ def _ended(whole: bool) -> None:
 class Outflow:
     """Bytes that go to a posted place, as a Transfer of the bulk lane."""
 
-    def __init__(self, outbound: Joining, ident: int, parts: Iterable[memoryview], nbytes: int) -> None:
+    def __init__(self, outbound: Joining, ident: int, parts: Iterable[memoryview] | Series, nbytes: int) -> None:
         self.ident = ident
         self._nbytes = nbytes
         self.sent = 0
-        self._cursor = Cursor(parts)
+        self._cursor = parts if isinstance(parts, Series) else Cursor(parts)
         self._outbound = outbound
         #: Where the link gathers views of this size itself, copying them before would only add a copy.
         self._take = parts.take if isinstance(parts, Run) and parts.each < outbound.join_below else None
         #: Bytes that were handed out by `_take`.
         self._taken = 0
 
-    def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
+    def next_piece(self, limit: int) -> Piece:
         """Parts that the link would take too long over are joined, in memory that is used again for the next frame:
         this one has left when it is asked for that."""
         if self._take is not None:
@@ -256,20 +256,20 @@ class Outflow:
             nbytes = self._take(offset, joined[:limit])
             self._taken += nbytes
             if nbytes or offset:
-                return offset, [joined[:nbytes]] if nbytes else []
+                return offset, [joined[:nbytes]] if nbytes else [], nbytes
             self._take = None
         cursor = self._cursor
-        offset, pieces = cursor.next_piece(limit)
-        if len(pieces) < 2 or cursor.offset - offset >= self._outbound.join_below * len(pieces):
-            return offset, pieces
+        piece = offset, pieces, nbytes = cursor.next_piece(limit)
+        if len(pieces) < 2 or nbytes >= self._outbound.join_below * len(pieces):
+            return piece
         joined, at = self._outbound.joining(), 0
         while pieces:
-            for piece in pieces:
-                end = at + len(piece)
-                joined[at:end] = piece
+            for each in pieces:
+                end = at + len(each)
+                joined[at:end] = each
                 at = end
             pieces = cursor.next_piece(limit - at)[1] if at < limit else []
-        return offset, [joined[:at]]
+        return offset, [joined[:at]], at
 
     @property
     def left(self) -> int:

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankmesh.buffers import EMPTY, fresh
-from rankmesh.endpoint.lanes import Cursor
+from rankmesh.endpoint.lanes import Cursor, Piece
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import CancelledError, RankmeshError, TruncationError, UsageError
 
@@ -77,7 +77,7 @@ class Send(Work[None]):
         #: It counts in its outbound's `rpc_bytes`.
         self.counted = False
 
-    def next_piece(self, limit: int) -> tuple[int, list[memoryview]]:
+    def next_piece(self, limit: int) -> Piece:
         if self._cursor is None:
             self._cursor = Cursor(self.parts)
         return self._cursor.next_piece(limit)

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 
 from rankmesh.buffers import EMPTY, readable, writable
+from rankmesh.endpoint.lanes import Series
 from rankmesh.endpoint.posted import Run
 from rankmesh.errors import OutOfBounds, UsageError
 from rankmesh.memory.protocol import Bit
@@ -240,9 +241,11 @@ class Later:
     """Views of many arrays, which are made when they are asked for and not before: a request that says where their
     bytes lie in the region can leave first, and of what is written the first frame."""
 
-    def __init__(self, data: Sequence[Any], nbytes: int, writes: bool) -> None:
+    def __init__(self, data: Sequence[Any], nbytes: int, writes: bool, each: int = 0) -> None:
+        """`each`: all have so many of the `nbytes`; 0: not all have as many."""
         self._data = data
         self._nbytes = nbytes
+        self._each = each
         self._writes = writes
         self._arrays = {*map(type, data)} == {np.ndarray}
         self._views: list[memoryview] | None = None
@@ -295,15 +298,20 @@ class Later:
         """Of arrays: some hold references."""
         return any(dtype.hasobject for dtype in {*map(_dtype, self._data)})
 
+    def series(self) -> Series | None:
+        """They need no views, and are of one size."""
+        alike = self._are_bytes and 0 < self._each <= Series.LARGEST
+        return Series(self._data, self._each) if alike else None
+
     def __iter__(self) -> Iterator[Any]:
         """Views, or arrays of bytes, which serve as such: to make a view of each takes as long as to send a page. What
         is made is made when the first is asked for, and not before."""
-        if self._are_bytes:
-            yield from self._data
-            return
-        if not self._sure:
-            yield from self.make()
-            return
+        return itertools.chain.from_iterable(self._run())
+
+    def _run(self) -> Iterator[Iterable[Any]]:
+        yield self._data if self._are_bytes else self._one_by_one() if self._sure else self.make()
+
+    def _one_by_one(self) -> Iterator[memoryview]:
         for each in self._data:
             try:
                 view = each.data.cast("B")
@@ -353,7 +361,8 @@ class Batch:
             raise self._outside(f"{nbytes} bytes at {offset}")
         self._pairs = table
         self.nbytes = int(table[:, 1].sum())
-        self.later = Later(data, self.nbytes, writes)
+        sizes = table[:, 1]
+        self.later = Later(data, self.nbytes, writes, int(sizes[0]) if count and (sizes == sizes[0]).all() else 0)
         return self
 
     def _take(self, data: Any, offset: int, stride: int | None = None, *, writes: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.posted import ANSWER, BROUGHT, Outflow, Posted, Scatter
 from rankmesh.errors import ProtocolError
+from rankmesh.memory.layout import Later
 from rankmesh.memory.operations import Operation, Read
 from rankmesh.memory.pulling import Offer
 from rankmesh.wire.header import Kind
@@ -110,8 +111,9 @@ class StreamedWrite(Operation):
             return
         if not self.make_views(self._parts):
             return
-        outbound = self.router.outbound
-        self._stream = Outflow(outbound, self.ident | BROUGHT, self._parts, self.nbytes)
+        outbound, parts = self.router.outbound, self._parts
+        series = parts.series() if isinstance(parts, Later) else None
+        self._stream = Outflow(outbound, self.ident | BROUGHT, series or parts, self.nbytes)
         self._parts = ()
         outbound.move(self._stream, self.nbytes)
 
