@@ -89,12 +89,14 @@ class CallLog:
     """The calls of a group on one rank, in their order, as far back as others may ask. A call is kept as what makes a
     Call of it: most are never asked about."""
 
-    __slots__ = ("_calls", "count")
+    __slots__ = ("_calls", "_last", "count")
 
     def __init__(self) -> None:
         #: How many there were: the number of the next one.
         self.count = 0
         self._calls: list[Call | tuple[int, Signature, int, CodeType, int, float] | None] = [None] * REMEMBERED
+        #: The user's code that called last.
+        self._last: CodeType | None = None
 
     def note(self, signature: Signature, digest: int, depth: int) -> int:
         """The next sequence number is this call's. `depth`: how many frames up rankmesh's own code is sure to go."""
@@ -105,9 +107,12 @@ class CallLog:
         sequence = self.count
         self.count = sequence + 1
         code = frame.f_code
-        if code.co_filename.startswith(_passed_over):  # seldom: `depth` is right for most calls
-            frame = _users_frame(frame)
-            code = frame.f_code
+        if code is not self._last:  # most are called by the same again
+            if code.co_filename.startswith(_passed_over):  # seldom: `depth` is right for most calls
+                frame = _users_frame(frame)
+                code = frame.f_code
+            else:
+                self._last = code
         self._calls[sequence % REMEMBERED] = (sequence, signature, digest, code, frame.f_lasti, monotonic())
         return sequence
 

@@ -91,7 +91,7 @@ class Collectives(Running):
         if type(array) is np.ndarray and algorithm is None and not async_op:
             recipe = self._recipes.get(("broadcast", array.dtype, array.size, root))
             if recipe is not None and array.flags.carray:
-                flat = array.ravel()
+                flat = array if array.ndim == 1 else array.ravel()
                 return self._pass(recipe, flat, flat, array, timeout)
         options = Options(algorithm, async_op, timeout)
         if is_list(array):
@@ -160,7 +160,7 @@ class Collectives(Running):
             recipe = self._recipes.get(("all_reduce", array.dtype, array.size, op))
             if recipe is not None and array.flags.carray:  # the like was called before: this is the hot path
                 if out is None or out is array:
-                    flat = array.ravel()
+                    flat = array if array.ndim == 1 else array.ravel()
                     return self._pass(recipe, flat, flat, array, timeout)
                 if _takes(out, array):
                     return self._pass(recipe, array.ravel(), out.ravel(), out, timeout)
@@ -203,7 +203,8 @@ class Collectives(Running):
             made = np.empty((self.size, *array.shape), array.dtype) if _wants_one(out, array) else out
             recipe = self._known("all_gather", array, made)
             if recipe is not None and (made is not out or recipe.may_overlap or not np.may_share_memory(array, out)):
-                return self._pass(recipe, array.ravel(), made.ravel(), made, timeout)
+                flat = array if array.ndim == 1 else array.ravel()
+                return self._pass(recipe, flat, made.ravel(), made, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         own = given.array
@@ -325,7 +326,8 @@ class Collectives(Running):
             made = np.empty(array.shape[1:], array.dtype) if _wants_one(out, array) else out
             recipe = self._known("reduce_scatter", array, made, op)
             if recipe is not None and (made is not out or recipe.may_overlap or not np.may_share_memory(array, out)):
-                return self._pass(recipe, array.ravel(), made.ravel(), made, timeout)
+                flat = made if made.ndim == 1 else made.ravel()
+                return self._pass(recipe, array.ravel(), flat, made, timeout)
         options = Options(algorithm, async_op, timeout)
         given = operand(array)
         target = output(out, by_rank(given.array, self.size, "reduce_scatter"), given.kind)
