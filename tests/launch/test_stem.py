@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launching import DEADLINE, WAIT, Launch, Script, is_gone
 from rankmesh.errors import JoinError
@@ -181,6 +183,39 @@ def test_other_programs_are_run_by_an_interpreter_of_their_own(launch: Launch, t
     launched = launch("-n", "2", target, "x")
     assert launched.finish() == 0, launched.errors
     assert sorted(launched.lines()) == [f"[{rank}] __main__ ['{target}', 'x']" for rank in (0, 1)]
+
+
+TEXTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=4)
+
+
+@given(
+    st.lists(st.integers(-1, 1 << 62), min_size=6, max_size=6),
+    st.lists(st.integers(0, 99), max_size=9),
+    st.lists(st.tuples(st.lists(st.integers(-1, 999), min_size=4, max_size=4), TEXTS, TEXTS), max_size=3),
+)
+def test_orders_are_read_as_they_were_written(
+    numbers: list[int], passed: list[int], ranks: list[tuple[list[int], list[str], list[str]]]
+) -> None:
+    orders = {
+        **dict(zip(stem_main.NUMBERS, numbers, strict=True)),
+        "passed": passed,
+        "ranks": [
+            {**dict(zip(stem_main.PLACES, places, strict=True)), "program": program, "environment": environment}
+            for places, program, environment in ranks
+        ],
+    }
+    assert stem_main.read_orders(stem_main.write_orders(orders)) == orders
+
+
+def test_arguments_and_variables_need_not_be_text(tmp_path: Path) -> None:
+    """Any bytes but zeros."""
+    (tmp_path / "program.py").write_text("import os, sys; print(os.fsencode(sys.argv[1]), os.environb[b'ODD'])")
+    command: list[str | bytes] = [sys.executable, "-m", "rankmesh", "run", "-n", "2"]
+    command += [str(tmp_path / "program.py"), b"\xff=\n"]
+    environ = {**os.environb, b"ODD": b"\xfe=\n="}
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=scaled(DEADLINE), check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [rb"[%d] b'\xff=\n' b'\xfe=\n='" % rank for rank in (0, 1)]
 
 
 # What `site` does before

@@ -17,7 +17,6 @@ Here is the launcher's side; stem_main is the process.
 from __future__ import annotations
 
 import ctypes
-import marshal
 import os
 import resource
 import signal
@@ -120,7 +119,7 @@ class Stem:
 
     def _start(self, stack: ExitStack) -> None:
         """Start the process. Its ends of all pipes are closed on this side then; ours are closed with `stack`."""
-        limits = _room_for_descriptors(4 * len(self._plans) + SPARE_DESCRIPTORS)
+        soft, hard = _room_for_descriptors(4 * len(self._plans) + SPARE_DESCRIPTORS)
         with ExitStack() as theirs:
 
             def pipe() -> tuple[IO[bytes], int]:
@@ -144,8 +143,8 @@ class Stem:
                     {
                         "rank": plan.rank,
                         "program": plan.argv[1:],
-                        "environment": {name: text for name, text in plan.env.items() if name not in common},
-                        "stdin": None if plan.rank == 0 else null,
+                        "environment": [f"{name}={text}" for name, text in plan.env.items() if name not in common],
+                        "stdin": -1 if plan.rank == 0 else null,
                         "stdout": out,
                         "stderr": err,
                     }
@@ -153,8 +152,9 @@ class Stem:
             passed = [null, *(rank[name] for rank in ranks for name in ("stdout", "stderr"))]
             orders = {
                 "launcher": os.getpid(),
-                "fork": self._fork,
-                "limits": limits,
+                "fork": int(self._fork),
+                "soft": soft,
+                "hard": hard,
                 "ranks": ranks,
                 "passed": passed,
                 "report": report,
@@ -162,12 +162,12 @@ class Stem:
             }
             python, *program = self._plans[0].argv
             with open(os.memfd_create("rankmesh-orders"), "wb", 0) as file:
-                file.write(marshal.dumps(orders))
+                file.write(stem_main.write_orders(orders))
                 file.seek(0)
                 self._stem = subprocess.Popen(
                     [python, "-P", "-S", stem_main.__file__, str(file.fileno()), *program],  # the program is for `ps`
                     env=common,
-                    stdin=None if ranks[0]["stdin"] is None else subprocess.DEVNULL,
+                    stdin=None if ranks[0]["stdin"] < 0 else subprocess.DEVNULL,
                     stdout=ranks[0]["stdout"],
                     stderr=ranks[0]["stderr"],
                     pass_fds=[file.fileno(), report, word, *passed],

@@ -18,7 +18,6 @@ cannot be compiled, which Python says best itself.
 from __future__ import annotations
 
 import ctypes
-import marshal
 import os
 import resource
 import sys
@@ -37,12 +36,15 @@ SIGKILL = 9
 CANNOT_EXECUTE = 126
 #: What ranks must not share the state of.
 RANDOM = {"numpy", "torch"}
+#: What orders say of all ranks, and of each.
+NUMBERS = ("launcher", "fork", "soft", "hard", "report", "word")
+PLACES = ("rank", "stdin", "stdout", "stderr")
 HERE = __file__  # Python takes `__file__` away when the main thread has ended
 
 
 def main() -> None:
     with open(int(sys.argv[1]), "rb", closefd=False) as stream:
-        orders = marshal.load(stream)  # from the launcher, by a descriptor that nobody else has
+        orders = read_orders(stream.read())
         stream.seek(0)
     if sys.flags.no_site:
         tie_to(orders["launcher"])
@@ -70,6 +72,36 @@ def main() -> None:
     os._exit(0)  # what `site` left to be done at the end is for the ranks to do
 
 
+def write_orders(orders: dict[str, Any]) -> bytes:
+    """For the launcher: texts, none of which can hold a zero, one behind the other."""
+    fields = [*(orders[name] for name in NUMBERS), *_counted(orders["passed"]), len(orders["ranks"])]
+    for rank in orders["ranks"]:
+        fields += [*(rank[name] for name in PLACES), *_counted(rank["program"]), *_counted(rank["environment"])]
+    return b"\0".join(os.fsencode(str(field)) for field in fields)
+
+
+def read_orders(data: bytes) -> dict[str, Any]:
+    """Without a module for it, which a program would not find in its own folder then."""
+    fields = iter(data.split(b"\0"))
+
+    def number() -> int:
+        return int(next(fields))
+
+    def texts() -> list[str]:
+        return [os.fsdecode(next(fields)) for _ in range(number())]
+
+    orders: dict[str, Any] = {name: number() for name in NUMBERS}
+    orders["passed"] = [int(text) for text in texts()]
+    orders["ranks"] = [
+        {**{name: number() for name in PLACES}, "program": texts(), "environment": texts()} for _ in range(number())
+    ]
+    return orders
+
+
+def _counted(items: list[Any]) -> list[Any]:
+    return [len(items), *items]
+
+
 def silence_warnings() -> None:
     """Python warns of forks where there are threads; whoever is forked here only calls exec."""
     import warnings
@@ -80,14 +112,14 @@ def silence_warnings() -> None:
 def branch_off(rank: dict[str, Any], orders: dict[str, Any]) -> None:
     """Make this process the rank, and wait until the launcher has made it its own."""
     os.setsid()
-    if rank["stdin"] is not None:
+    if rank["stdin"] >= 0:
         os.dup2(rank["stdin"], 0)
     os.dup2(rank["stdout"], 1)
     os.dup2(rank["stderr"], 2)
     for fd in orders["passed"]:
         os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, orders["limits"])
-    os.environ.update(rank["environment"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (orders["soft"], orders["hard"]))
+    os.environ.update(variable.split("=", 1) for variable in rank["environment"])
     report, word = orders["report"], orders["word"]
     os.write(report, f"{rank['rank']} {os.getpid()}\n".encode())
     os.close(report)
