@@ -100,13 +100,16 @@ class Stem:
         try:
             code = self._stem.wait(END_TIMEOUT)
         except subprocess.TimeoutExpired:
-            raise JoinError(f"The process that starts the ranks (pid {self._stem.pid}) does not end.") from None
+            message = (
+                f"The process that starts the ranks (pid {self._stem.pid}) does not end. Start them with --no-fork."
+            )
+            raise JoinError(message) from None
         answers = self._answers()
         for plan in self._plans:
             answer = answers.get(plan.rank)
             if answer is None:
                 reason = f"its interpreter ended with code {code}" if code else "it ended before it had begun"
-                raise JoinError(f"Rank {plan.rank} cannot be started: {reason}.")
+                raise JoinError(f"Rank {plan.rank} cannot be started: {reason}. See what it wrote, and `dmesg`.")
             if not answer.isdecimal():
                 message = f"Rank {plan.rank} cannot be started: {answer}. Check the limits with `rankmesh doctor`."
                 raise JoinError(message)
