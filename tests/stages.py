@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED, Way
-from rankmesh.transport.pulling import Puller
+from rankmesh.transport.pulling import Copying, Puller
 
 Array = np.ndarray[Any, Any]
 ROOM = 24
@@ -29,6 +29,7 @@ class MemoryStage:
         self.through = 0
         #: All memory is this process's own.
         self.pullers = {q: Puller(os.getpid()) for q in range(size)}
+        self.copying = Copying.QUICKLY
 
     def slots(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         return self._slots

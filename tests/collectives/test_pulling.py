@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import deque
 from collections.abc import Callable
@@ -14,14 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rankmesh.collectives.stage
 from rankmesh import Config, DeadlineError, Mesh, PeerLost, TransferAborted
+from rankmesh.collectives import founding
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.passage import Recipe
 from rankmesh.collectives.pulling import FETCH, PUBLISH, PulledPassage, Pulling, Sizes, acts, pays
 from rankmesh.collectives.stage import CHUNK_BITS, DONE, Way
 from rankmesh.collectives.staged import StagedCollective
 from rankmesh.collectives.staging import Case
-from rankmesh.transport.pulling import Puller
+from rankmesh.transport.pulling import Copying, Puller
 from ranks import Outcome, Ranks, attempt, run_ranks
 from stages import ROOM, Array, MemoryStage, run, shared_by
 from timing import scaled, wait_until
@@ -230,33 +233,45 @@ def test_arrays_that_cannot_be_reached_are_reduced(which: str, by_express: bool)
 
 
 @pytest.mark.parametrize(
-    "name, size, nbytes, pulled",
+    "name, size, nbytes, must",
     [
-        ("all_gather", 2, 512 << 10, True),
-        ("all_gather", 2, 511 << 10, False),
-        ("all_gather", 4, 4 * MIB, False),
-        ("all_gather", 4, 8 * MIB, True),
-        ("all_to_all", 16, 4 * MIB, True),
-        ("all_reduce", 2, 2 * MIB, True),
-        ("all_reduce", 4, 64 * MIB, False),
-        ("broadcast", 2, 64 * MIB, False),
+        ("all_gather", 2, 512 << 10, Copying.QUICKLY),
+        ("all_gather", 2, 511 << 10, None),
+        ("all_gather", 2, 16 * MIB - 1, Copying.QUICKLY),
+        ("all_gather", 2, 16 * MIB, Copying.SLOWLY),
+        ("all_gather", 4, 1024 * MIB, Copying.QUICKLY),
+        ("all_gather", 4, 4 * MIB, None),
+        ("all_gather", 4, 8 * MIB, Copying.QUICKLY),
+        ("all_to_all", 16, 4 * MIB, Copying.QUICKLY),
+        ("all_to_all", 4, 8 * MIB - 1, Copying.QUICKLY),
+        ("all_to_all", 4, 8 * MIB, Copying.SLOWLY),
+        ("all_to_all", 2, 4 * MIB, Copying.SLOWLY),
+        ("all_reduce", 2, 2 * MIB, Copying.QUICKLY),
+        ("all_reduce", 2, 64 * MIB, Copying.SLOWLY),
+        ("all_reduce", 4, 64 * MIB, None),
+        ("broadcast", 2, 64 * MIB, None),
     ],
 )
-def test_when_it_pays(name: str, size: int, nbytes: int, pulled: bool) -> None:
-    assert pays(name, size, nbytes) is pulled
+def test_when_it_pays(name: str, size: int, nbytes: int, must: Copying | None) -> None:
+    assert pays(name, size, nbytes) is must
 
 
 # ---------------------------------------------------------------------- in processes
 
 
 def _pulls(mesh: Mesh) -> bool:
+    """Found the stage. What can be pulled is, as if the kernel copied quickly here."""
     mesh.barrier()
     stage = mesh._context.founding.stage
-    return stage is not None and bool(stage.pullers)
+    if stage is None or stage.copying == Copying.NOT:
+        return False
+    stage.copying = Copying.QUICKLY
+    return True
 
 
 def _large(mesh: Mesh) -> bool:
     """Each form twice, because the second call knows of the first; the result is checked all over."""
+    pulls = _pulls(mesh)
     rank, size, part = mesh.rank, mesh.size, 700_001
     rows = np.arange(size * size * part, dtype=np.int64).reshape(size, size, part)
     own = rows[rank]
@@ -281,7 +296,7 @@ def _large(mesh: Mesh) -> bool:
         assert np.array_equal(given, rows[rank, 0]), "the array stays"
         work = mesh.all_reduce(own[0].astype(np.float64), "avg", async_op=True)
         assert np.allclose(work.result(), rows[:, 0].mean(0))
-    return _pulls(mesh)
+    return pulls
 
 
 @pytest.mark.usefixtures("nursery")
@@ -312,6 +327,34 @@ def test_where_one_cannot_nobody_does() -> None:
     assert run_ranks(3, _one_does_not, CONFIG) == [False] * 3
 
 
+def _one_is_slow(mesh: Mesh) -> list[int]:
+    """How many reads of others' memory large calls took: one that pays where that is slow, and one that does not."""
+    copies = Copying.SLOWLY if mesh.rank == 1 else Copying.QUICKLY
+    founding.copying = lambda: copies  # type: ignore[attr-defined, assignment]
+    mesh.barrier()  # it may be that the mesh's own stage was founded before
+    group = mesh.dup()
+    reads: list[int] = []
+    pull = Puller.pull
+
+    def counted(self: Puller, into: int, address: int, nbytes: int) -> bool:
+        reads.append(nbytes)
+        return pull(self, into, address, nbytes)
+
+    Puller.pull = counted  # type: ignore[method-assign]
+    counts = []
+    for part in (4 * MIB, MIB):
+        reads.clear()
+        got = group.all_to_all(np.full((3, part), mesh.rank, np.uint8))
+        assert np.array_equal(got[:, -1], np.arange(3))
+        counts.append(sum(nbytes == part for nbytes in reads))
+    return counts
+
+
+@pytest.mark.usefixtures("nursery")
+def test_where_it_is_slow_for_one_all_pull_only_what_pays_for_it() -> None:
+    assert run_ranks(3, _one_is_slow, CONFIG) == [[2, 0]] * 3
+
+
 def _give_up_and_reuse(mesh: Mesh) -> Any:
     """Rank 1 comes when rank 0 has given up, and has other plans with its array."""
     assert _pulls(mesh)
@@ -335,6 +378,14 @@ def test_who_comes_late_reads_nothing_of_who_gave_up() -> None:
     assert isinstance(late.error, DeadlineError)
     assert isinstance(refused.error, TransferAborted)
     assert "rank 0" in str(refused.error)
+
+
+def _take_endless_turns(mesh: Mesh) -> None:
+    """Who begins a call takes all steps that can be taken: none is left to a background thread, however late it is."""
+    rankmesh.collectives.stage._TURN = math.inf  # type: ignore[misc]
+    stage = mesh._context.founding.stage
+    assert stage is not None
+    stage.contenders = deque()
 
 
 def _interrupted(mesh: Mesh, where: str, name: str) -> Any:
@@ -362,6 +413,7 @@ def _interrupted(mesh: Mesh, where: str, name: str) -> Any:
 
     Pulling.ready = interrupt  # type: ignore[method-assign]
     if where == "Work":  # which asks also whether it may publish
+        _take_endless_turns(mesh)
         Pulling.ready = lambda *args, **settings: args[1].what == PUBLISH or interrupt()  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         call()

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rankmesh.transport.pulling import Beacon, Puller
+from rankmesh.transport import pulling
+from rankmesh.transport.pulling import Beacon, Copying, Puller, copying
 from timing import scaled
 
 #: Shows where 1 MiB of its memory lies, and stays until it is told to go. No word of it is one that other memory is
@@ -97,3 +98,17 @@ def test_without_such_a_call_nothing_is_read(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("rankmesh.transport.pulling._process_vm_readv", lambda: None)
     word = np.array([5], np.uint64)
     assert not Puller(os.getpid()).finds(word.ctypes.data, 5)
+
+
+@pytest.mark.parametrize("kernels, copies", [(3, Copying.QUICKLY), (5, Copying.SLOWLY)])
+def test_the_kernels_copies_are_compared_with_our_own(
+    kernels: int, copies: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, by the best of several: the first of each takes ten times as long here."""
+    ticks = iter([tick for slow in (10, 1, 1, 1, 1) for tick in (0, kernels * slow, kernels * slow + slow)])
+    monkeypatch.setattr(pulling, "perf_counter", lambda: next(ticks))
+    copying.cache_clear()
+    try:
+        assert [copying(), copying()] == [copies] * 2
+    finally:
+        copying.cache_clear()

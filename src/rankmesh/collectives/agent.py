@@ -266,7 +266,7 @@ class GroupContext:
         elif isinstance(word, Offer):
             self.founding.offered(rank, word)
         else:
-            self.founding.founded(rank, word.reason, word.pulls)
+            self.founding.founded(rank, word.reason, word.copying)
 
 
 def _desync_error(calls: dict[int, str]) -> DesyncError:

@@ -3,12 +3,12 @@ could use one is called, on whichever rank that is.
 
     Prepare   to all others, which makes a connection to each; whoever gets one founds too
     Offer     the answer to Prepare: this rank's segment, which was passed over the connection before
-    Founded   to all others, once: whether this rank has mapped the segments of all, and can read the others' memory
+    Founded   to all others, once: whether this rank has mapped the segments of all, and how it reads the others' memory
 
-There is a stage if all ranks say so, and large arrays are pulled on it (pulling.py) if all can. One that cannot
-(another container, no memory, shm switched off) says no, to all: so all come to the same end, and collectives called
-meanwhile begin then, with or without it. Who leaves says nothing more, unless it has said yes; who has left without a
-word has said no.
+There is a stage if all ranks say so, and large arrays are pulled on it (pulling.py) if all can, from sizes on that pay
+for the slowest. One that cannot (another container, no memory, shm switched off) says no, to all: so all come to the
+same end, and collectives called meanwhile begin then, with or without it. Who leaves says nothing more, unless it has
+said yes; who has left without a word has said no.
 
 Methods need the engine's lock.
 """
@@ -24,7 +24,7 @@ import msgspec
 
 from rankmesh.collectives import stage
 from rankmesh.endpoint.router import PeerRouter
-from rankmesh.transport.pulling import Puller
+from rankmesh.transport.pulling import Copying, Puller, copying
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class Founded(msgspec.Struct, tag="founded", frozen=True):
     group: int
     #: Why not; empty if all is well.
     reason: str
-    pulls: bool = False
+    copying: Copying = Copying.NOT
 
     def __post_init__(self) -> None:
         if len(self.reason) > 200 or not self.reason.isprintable():
@@ -94,9 +94,9 @@ class Founding:
         self._segments: dict[int, memoryview] = {}
         self._fd = -1
         self._pullers: dict[int, Puller] = {}
-        #: What each rank said in the end, and those who can pull.
+        #: What each rank said in the end, and how it can pull.
         self._said: dict[int, str] = {}
-        self._pulling: set[int] = set()
+        self._copying: dict[int, Copying] = {}
         self._waiting: list[StagedCollective] = []
         if len(group.routers) == 1:
             self._without("the group has one rank")
@@ -176,11 +176,10 @@ class Founding:
         if len(self._segments) == len(self._group.routers):
             self._say("")
 
-    def founded(self, rank: int, reason: str, pulls: bool = False) -> None:
+    def founded(self, rank: int, reason: str, copies: Copying = Copying.NOT) -> None:
         if self.state is State.UNTRIED:
             self._found()
-        if pulls:
-            self._pulling.add(rank)
+        self._copying.setdefault(rank, copies)
         self._said.setdefault(rank, reason)
         self._resolve()
 
@@ -216,11 +215,10 @@ class Founding:
         """Once."""
         if self._group.rank not in self._said:
             self._said[self._group.rank] = reason
-            pulls = len(self._pullers) == len(self._group.routers) - 1
-            if pulls:
-                self._pulling.add(self._group.rank)
+            copies = copying() if len(self._pullers) == len(self._group.routers) - 1 else Copying.NOT
+            self._copying[self._group.rank] = copies
             for _, router in self._others():
-                self._send(router, Founded(self._group.number, reason[:200], pulls))
+                self._send(router, Founded(self._group.number, reason[:200], copies))
             self._resolve()
 
     def _send(self, router: Router, word: Prepare | Offer | Founded) -> None:
@@ -250,8 +248,9 @@ class Founding:
     def _with(self) -> None:
         group = self._group
         segments = [self._segments.pop(rank) for rank in range(len(group.routers))]
-        pullers = {**self._pullers, group.rank: Puller(os.getpid())} if len(self._pulling) == len(segments) else {}
-        self.stage = stage.Stage(group.hub.engine, ~group.number, group.rank, group.routers, segments, pullers)
+        pullers = {**self._pullers, group.rank: Puller(os.getpid())}
+        copies = min(self._copying.values())
+        self.stage = stage.Stage(group.hub.engine, ~group.number, group.rank, group.routers, segments, pullers, copies)
         self._end(State.STAGE)
 
     def _without(self, reason: str) -> None:

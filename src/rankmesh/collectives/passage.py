@@ -14,6 +14,7 @@ from rankmesh.collectives.kinds import Array, Operation
 from rankmesh.collectives.pulling import Act, PulledPassage, Pulling
 from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED, Stage, Way
 from rankmesh.collectives.staging import Case, Chunk, chunks
+from rankmesh.transport.pulling import Copying
 
 STAGE: Final = 0
 COMBINE: Final = 1
@@ -46,8 +47,8 @@ class Express(Protocol):
 
 class Recipe(NamedTuple):
     """What calls that are alike share. `apply` reduces, where anything is reduced; `express` serves them while nobody
-    is late; source and target `may_overlap` as they like. `acts`: how they are pulled instead, where that can be
-    (pulling.py)."""
+    is late; source and target `may_overlap` as they like. `acts`: how they are pulled instead, where the kernel copies
+    as it `must` for that (pulling.py)."""
 
     signature: Signature
     digest: int
@@ -56,10 +57,11 @@ class Recipe(NamedTuple):
     express: Express | None = None
     may_overlap: bool = False
     acts: tuple[Act, ...] = ()
+    must: Copying = Copying.QUICKLY
 
     def passage(self, stage: Stage, sequence: int, source: Array, target: Array, taken: int = 0) -> Way:
         """A call's way. `taken`: so many steps were taken before."""
-        if self._pulled(stage):
+        if self.pulled(stage):
             pulling = self.express
             if not isinstance(pulling, Pulling):
                 pulling = Pulling(stage, self.acts, self.digest, self.apply, source)
@@ -70,12 +72,12 @@ class Recipe(NamedTuple):
         """A call of which there is no Passage."""
         if stage is None:
             return
-        if self._pulled(stage):
+        if self.pulled(stage):
             stage.withdraw(sequence)
         stage.give_up(sequence)
 
-    def _pulled(self, stage: Stage) -> bool:
-        return bool(self.acts and stage.pullers)
+    def pulled(self, stage: Stage) -> bool:
+        return bool(self.acts) and stage.copying >= self.must
 
 
 @lru_cache(maxsize=1024)

@@ -38,19 +38,33 @@ from rankmesh.collectives.space import even
 from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED
 from rankmesh.collectives.staging import Case
 from rankmesh.config import KIB, MIB
+from rankmesh.transport.pulling import Copying
 
 if TYPE_CHECKING:
     from rankmesh.collectives.kinds import Array, Operation
     from rankmesh.collectives.stage import Stage
 
-#: Up to how many ranks, and from how many bytes of a rank's part on, pulling pays. Below, two copies through the cache
-#: are faster than a system call that has to find the other's pages. A copy by the kernel takes a third longer than one
-#: of our own: of all_to_all it spares one for each that is made, of the others a single one, whatever the number of
-#: ranks. Of reduce_scatter and the rest it spares none.
+_NEVER: Final = sys.maxsize
+
+
+class _Pays(NamedTuple):
+    """Of up to so many ranks pulling pays from so many bytes of a rank's part on."""
+
+    ranks: int
+    quickly: int
+    #: Where the kernel copies slowly (Copying).
+    slowly: int
+
+
+#: Below, two copies through the cache are faster than a system call that has to find the other's pages. A copy by the
+#: kernel takes a third longer than our own, where it is quick: of all_to_all it spares one for each that is made, of
+#: the others a single one, whatever the number of ranks. Of reduce_scatter and the rest it spares none. Where it is
+#: slow, it pays for what lies on large pages, as numpy's arrays do from 4 MiB on, or in no cache; and numpy's additions
+#: take ten times as long where their result goes to lines that another core has read, as it does where that is fetched.
 _PAYS: Final = {
-    "all_gather": ((3, 256 * KIB), (sys.maxsize, 2 * MIB)),
-    "all_to_all": ((sys.maxsize, 256 * KIB),),
-    "all_reduce": ((3, MIB),),
+    "all_gather": (_Pays(2, 256 * KIB, 8 * MIB), _Pays(3, 256 * KIB, _NEVER), _Pays(sys.maxsize, 2 * MIB, _NEVER)),
+    "all_to_all": (_Pays(sys.maxsize, 256 * KIB, 2 * MIB),),
+    "all_reduce": (_Pays(2, MIB, 32 * MIB), _Pays(3, MIB, _NEVER)),
 }
 #: What is copied in one step: nobody else has the engine meanwhile.
 PIECE_BYTES: Final = 4 * MIB
@@ -143,9 +157,12 @@ MAKERS: Final[dict[str, Callable[[Case, Sizes], Iterator[Act]]]] = {
 }
 
 
-def pays(name: str, size: int, nbytes: int) -> bool:
-    """`nbytes`: of the larger of source and target."""
-    return next((nbytes >= least * size for most, least in _PAYS.get(name, ()) if size <= most), False)
+def pays(name: str, size: int, nbytes: int) -> Copying | None:
+    """How the kernel must copy at least, for pulling to pay. `nbytes`: of the larger of source and target."""
+    row = next((row for row in _PAYS.get(name, ()) if size <= row.ranks), None)
+    if row is None or nbytes < row.quickly * size:
+        return None
+    return Copying.QUICKLY if nbytes < row.slowly * size else Copying.SLOWLY
 
 
 @lru_cache(maxsize=1024)

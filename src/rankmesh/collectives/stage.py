@@ -42,7 +42,7 @@ from rankmesh.config import KIB
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.timers import Timer
 from rankmesh.endpoint.waiting import Look, Waited
-from rankmesh.transport.pulling import Puller
+from rankmesh.transport.pulling import Copying, Puller
 from rankmesh.transport.segment import anonymous
 
 if TYPE_CHECKING:
@@ -135,14 +135,17 @@ class Stage:
         routers: Sequence[Router],
         segments: list[memoryview],
         pullers: Mapping[int, Puller],
+        copying: Copying,
     ) -> None:
-        """`pullers`: by rank, of all, this one's own included; or of none."""
+        """`pullers`: by rank, of all, this one's own included, unless somebody has none (`copying`)."""
         self._engine = engine
         #: Threads that wait for the engine's lock.
         self.contenders = engine.contenders
         self._key = key
         self.rank = rank
         self.pullers = pullers
+        #: How the slowest of the ranks can pull.
+        self.copying = copying
         self._segments = segments
         #: By rank.
         self.words = [segment[:PAGE].cast("Q") for segment in segments]
