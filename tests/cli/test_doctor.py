@@ -136,7 +136,7 @@ def test_memory_of_other_ranks(
     assert found["verdict"] == "note"
     assert "ptrace_scope is 1" in found["value"]
     doctor.YAMA.write_text("0\n")
-    monkeypatch.setattr("rankmesh.transport.pulling._process_vm_readv", lambda: None)
+    monkeypatch.setattr("rankmesh.transport.pulling.system_call", lambda _: None)
     found = examine(capsys)[1][key]
     assert found["verdict"] == "note"
     assert "process_vm_readv" in found["value"]

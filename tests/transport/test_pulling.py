@@ -95,7 +95,7 @@ def test_who_is_gone_cannot_be_read(owner: tuple[subprocess.Popen[str], int]) ->
 
 
 def test_without_such_a_call_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankmesh.transport.pulling._process_vm_readv", lambda: None)
+    monkeypatch.setattr("rankmesh.transport.pulling.system_call", lambda _: None)
     word = np.array([5], np.uint64)
     assert not Puller(os.getpid()).finds(word.ctypes.data, 5)
 

@@ -15,8 +15,10 @@ import msgspec
 from rankmesh.endpoint.router import Router
 from rankmesh.memory.mapping import Permits
 from rankmesh.memory.protocol import DONE, KEY_LIMIT, REQUEST, SERVICE, Ask, Bit, Description, Event, Why, encode
+from rankmesh.memory.pushing import PushPermits
 from rankmesh.memory.region import Refusal, Region
 from rankmesh.transport.pulling import Puller
+from rankmesh.transport.pushing import guard
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
@@ -99,11 +101,15 @@ class Finder:
         slot = shared.slot(router)
         if not slot or not polled.share(shared.segment, shared.fd, shared.nbytes, shared.writable):
             return description
-        address = 0 if region.mappable else region.address
-        return msgspec.structs.replace(description, segment=shared.segment, slot=slot, address=address)
+        if region.mappable:
+            return msgspec.structs.replace(description, segment=shared.segment, slot=slot)
+        # who may write must be one whose end can be seen from here (`halted`)
+        writes = shared.writable and polled.puller is not None
+        where = {"address": region.address, "guard": guard() if writes else 0}
+        return msgspec.structs.replace(description, segment=shared.segment, slot=slot, **where)
 
     def _permits(self, region: Region, polled: PolledLink) -> Permits | None:
-        """Of a region that is read where it lies; None: it cannot be, or is not worth a descriptor."""
+        """Of a region that is read, and written, where it lies; None: it cannot be, or is not worth a descriptor."""
         if not polled.pulls or not region.readable or region.nbytes < PULLED_FROM:
             return None
         if region.shared is not None:
@@ -113,7 +119,7 @@ class Finder:
         if many or not Puller(os.getpid()).reaches(region.address):
             return None
         try:
-            region.shared = Permits(region.generation)
+            region.shared = PushPermits(region.generation) if region.writable else Permits(region.generation)
         except OSError:  # no descriptors left, or no such memory: the bytes are streamed
             pass
         return region.shared

@@ -19,8 +19,9 @@ from rankmesh.endpoint.outbound import SEND_COST
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import BusyError, RankmeshError, StaleRegion
 from rankmesh.memory.mapping import Mapping, Permit, fits, has_words
-from rankmesh.memory.protocol import REQUEST, SERVICE, Description, Op
+from rankmesh.memory.protocol import MOST, REQUEST, SERVICE, Description, Op
 from rankmesh.memory.pulling import Pulled
+from rankmesh.memory.pushing import Pushed
 from rankmesh.wire.header import Kind
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class Flow:
         self._opening = 0
         #: Requests that were handed to the connection and not flushed.
         self._gathered = 0
+        #: Requests to change memory that have left and are not answered; those that were given up count for ever, since
+        #: nobody knows when the owner is through with them.
+        self._changes = 0
 
     @property
     def needed(self) -> bool:
@@ -68,6 +72,11 @@ class Flow:
                 self._opening -= 1
                 self.sweep()
 
+    @property
+    def changing(self) -> bool:
+        """The owner has still to change something, or may have to. (Without the lock, of what this thread did.)"""
+        return bool(self._changes or self._waiting)
+
     def map(self, description: Description) -> Permit | None:
         """By what a region that was opened now is mapped here, or read, if its owner offers that: all handles of it
         share it."""
@@ -85,9 +94,14 @@ class Flow:
         slot, name, generation = description.slot, description.name, description.generation
         mapping: Permit
         if description.address:
-            if polled.puller is None or not has_words(memory, slot):
+            if not 0 < description.address <= MOST or not 0 <= description.guard <= MOST:
                 return None
-            mapping = Pulled(memory, slot, name, generation, description.address, polled.puller)
+            writes = bool(description.guard) and not memory.readonly
+            kind = Pushed if writes else Pulled
+            if polled.puller is None or not has_words(memory, slot, kind.of):
+                return None
+            where = memory, slot, name, generation, description.address, polled.puller
+            mapping = Pushed(*where, polled.process, description.guard) if writes else Pulled(*where)
         elif fits(memory, description.nbytes, slot):
             mapping = Mapping(memory, slot, name, description.nbytes, generation)
         else:
@@ -103,10 +117,11 @@ class Flow:
                 mapping.close()
             elif not self._opening and mapping.close_unused():
                 del self._mappings[segment]
-                self._tell_closed(mapping.generation)
+                if not self._hub.closed:
+                    self._tell_closed(mapping.generation)
 
     def _tell_closed(self, generation: int) -> None:
-        if self.router.gone or self._hub.closed:
+        if self.router.gone:
             return
         body = REQUEST.pack(Op.CLOSE, 0, 0, 0, generation, 0, 0)
         try:
@@ -122,6 +137,7 @@ class Flow:
     def count(self, operation: Operation) -> None:
         """Its request leaves now."""
         self._cost += operation.cost
+        self._changes += operation.changes
         operation.counted = True
 
     def submit(self, operation: Operation, urgent: bool) -> None:
@@ -165,6 +181,7 @@ class Flow:
     def left(self, operation: Operation) -> None:
         """An operation has ended: others may begin."""
         self._cost -= operation.cost
+        self._changes -= operation.changes
         if self._waiting:
             self._advance()
         if self._gathered:
@@ -182,6 +199,10 @@ class Flow:
             except RankmeshError as error:
                 operation.fail(error)
 
+    def abandoned(self, operation: Operation) -> None:
+        """One that has left is given up."""
+        self._changes += operation.changes
+
     def withdraw(self, operation: Operation) -> None:
         """One that waits is given up."""
         self._waiting.remove(operation)
@@ -190,7 +211,8 @@ class Flow:
     def abandon(self, make_error: Callable[[str, int | None], RankmeshError]) -> None:
         """The peer is gone, or this side closes: those that wait will never leave, and mappings are worth nothing."""
         for mapping in self._mappings.values():
-            mapping.close()
+            if mapping.close():
+                self._tell_closed(mapping.generation)
         self._mappings.clear()
         waiting, self._waiting = self._waiting, deque()
         for operation in waiting:

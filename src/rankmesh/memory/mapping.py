@@ -42,17 +42,14 @@ if TYPE_CHECKING:
     from rankmesh.endpoint.router import Router
 
 _DATA_AT: Final = PAGE + MID_PAGE
-#: The first pair of words is nobody's: a slot is never 0.
-FIRST_SLOT: Final = 2
-WORDS: Final = PAGE // 8
 #: The permit of a peer that the region is forbidden to. (Generations begin at random: none is that small.)
 FORBIDDEN: Final = 1
 #: Bytes copied between two looks at the permit.
 PIECE_BYTES: Final = 4 * 1024 * 1024
 #: Up to this size a slice of a memoryview is copied faster than an array.
 _SMALL: Final = 64 * 1024
-#: Of what is closed: no permit, and words that nobody looks at.
-_NO_WORDS: Final = memoryview(bytearray(PAGE)).cast("Q")
+#: Of what is closed: no permit, and words that nobody looks at, as many as any kind of permits has.
+_NO_WORDS: Final = memoryview(bytearray(4 * PAGE)).cast("Q")
 #: Segments of regions are numbered apart from those of arenas, which count from 1.
 SEGMENT: Final = 1 << 63
 
@@ -60,29 +57,37 @@ SEGMENT: Final = 1 << 63
 class Permits:
     """The owner's side: the words, and as many pages behind them. Methods need the engine's lock."""
 
+    #: Bytes of all words, and words of one peer. The first so many are nobody's: a slot is never 0.
+    words_bytes = PAGE
+    slot_words = 2
+
     def __init__(self, generation: int, pages: int = 0, writable: bool = False) -> None:
         """`writable`: by peers. Raises OSError where there is no such memory."""
-        self.nbytes = PAGE + pages * PAGE
+        self.nbytes = self.words_bytes + pages * PAGE
         self.segment = generation | SEGMENT
         self.writable = writable
         memory, self.fd = anonymous("rankmesh-region", self.nbytes, others_write=writable)
         self._view = memoryview(memory)
         self._free_descriptor = weakref.finalize(self, os.close, self.fd)
-        self._words = self._view[:PAGE].cast("Q")
+        self._words = self._view[: self.words_bytes].cast("Q")
         self._generation = generation
         self._fence = threading.Lock()
         #: By router index: which words are that peer's. And those that were given back.
         self._slots: dict[int, int] = {}
-        self._free = list(range(WORDS - 2, 0, -2))
+        self._free = list(range(len(self._words) - self.slot_words, 0, -self.slot_words))
 
     def slot(self, router: Router) -> int:
         """The words of this peer; 0: there are none left."""
         slot = self._slots.get(router.index, 0)
         if not slot and self._free:
             slot = self._slots[router.index] = self._free.pop()
-            self._words[slot] = 0
+            self._clear(slot)
             self._words[slot + 1] = self._generation
         return slot
+
+    def _clear(self, slot: int) -> None:
+        for word in range(slot, slot + self.slot_words):
+            self._words[word] = 0
 
     def mapped_by(self, router: Router) -> bool:
         return router.index in self._slots
@@ -91,14 +96,14 @@ class Permits:
         """The peer has it mapped no longer."""
         slot = self._slots.pop(router.index, 0)
         if slot:
-            self._words[slot] = self._words[slot + 1] = 0
+            self._clear(slot)
             self._free.append(slot)
 
     def lost(self, router: Router) -> None:
         """The peer is gone, as far as is known."""
         slot = self._slots.pop(router.index, 0)
         if slot:
-            self._words[slot] = self._words[slot + 1] = 0
+            self._clear(slot)
             if not self.writable:  # nobody writes there, late or not
                 self._free.append(slot)
 
@@ -144,20 +149,25 @@ class SharedMemory(Permits):
 class Permit:
     """The other side's words: one for all handles of a region. May be used from many threads."""
 
+    #: As of the owner's side.
+    of: type[Permits] = Permits
+
     def __init__(self, memory: memoryview, slot: int, name: str, generation: int) -> None:
         self.generation = generation
         self._name = name
         self._slot = slot
-        self._words = memory[:PAGE].cast("Q")
+        self._words = memory[: self.of.words_bytes].cast("Q")
         self._lock = threading.Lock()
         self._writers = 0
         #: Handles that use it.
         self.handles = 0
 
-    def close(self) -> None:
-        """It is worth nothing any more. Who uses it right now goes on, and finds afterwards that it is gone."""
+    def close(self) -> bool:
+        """It is worth nothing any more. Who uses it right now goes on, and finds afterwards that it is gone. False:
+        somebody is writing."""
         with self._lock:
             self._let_go()
+            return not self._writers
 
     def close_unused(self) -> bool:
         """Close it if there is no handle of it and nobody writes: then its words may be given to another peer."""
@@ -253,9 +263,9 @@ class Mapping(Permit):
                     yield data[start : start + length]
 
 
-def has_words(memory: memoryview, slot: int) -> bool:
+def has_words(memory: memoryview, slot: int, of: type[Permits] = Permits) -> bool:
     """Whether what a peer passed has the words it says."""
-    return FIRST_SLOT <= slot < WORDS - 1 and len(memory) >= PAGE
+    return of.slot_words <= slot <= of.words_bytes // 8 - of.slot_words and len(memory) >= of.words_bytes
 
 
 def fits(memory: memoryview, nbytes: int, slot: int) -> bool:

@@ -81,6 +81,8 @@ class Operation(Asking[Any]):
     cost = COST
     #: Its bytes do not travel in the request or the reply.
     streamed = False
+    #: The owner changes memory for it.
+    changes = False
     #: It waits in its flow; or counts in it.
     queued = False
     counted = False
@@ -216,6 +218,7 @@ class Operation(Asking[Any]):
     def abandon(self) -> None:
         """It was sent, and is given up: an answer that still comes is late."""
         self.router.requests.pop(self.ident, None)
+        self._flow.abandoned(self)
 
     def tell_cancelled(self) -> None:
         if not self.router.gone:
@@ -324,6 +327,7 @@ class Write(Operation):
     """A write whose bytes are in the request."""
 
     what = "write"
+    changes = True
 
     def __init__(self, flow: Flow, region: str, body: bytes, timeout: float) -> None:
         super().__init__(flow, region, body, timeout)
@@ -337,6 +341,7 @@ class Swap(Operation):
     """An operation on a cell, which returns its old value."""
 
     what = "change a cell of"
+    changes = True
 
     def __init__(self, flow: Flow, region: str, body: bytes, timeout: float, convert: Callable[[int], int]) -> None:
         super().__init__(flow, region, body, timeout)

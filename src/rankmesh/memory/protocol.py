@@ -126,8 +126,10 @@ class Description(msgspec.Struct, array_like=True, frozen=True):
     #: Where this one may: a segment's number, and the word by which it says that it is writing; 0: nowhere.
     segment: int = 0
     slot: int = 0
-    #: Where it lies, if this one may read it there: the segment has no more than the words, then.
+    #: Where it lies, if this one may read it there: the segment has no more than the words, then. And its owner's
+    #: guard, if it may write there, too.
     address: int = 0
+    guard: int = 0
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True):

@@ -1,15 +1,15 @@
 """Same host: registered memory, moved with one copy where the system lets processes read each other's (see
-transport/pulling.py). Nobody writes into another's memory, so whoever receives copies:
+transport/pulling.py). Here whoever receives copies; what a writer waits for it writes itself (pushing.py).
 
 - **A read** is made by the reader's own thread, without the owner: it has the region's address, and a permit as for a
   mapped region (mapping.py). It looks at its permit after it has copied, so it never returns a wrong byte, and at the
   owner's beacon, because the number of a process that is gone may be another's. Where one of them is not there (any
   more) the bytes are asked for, and the owner says what is wrong, if anything is.
-- **A write** is made by the owner, between other work: the request says where the bytes lie, and names a cell
-  (endpoint/sharing.py) by which the writer takes them back when it gives up. The owner looks at it before and after
-  each piece. What it copied of one that was taken back meanwhile may be anything that the writer has put there since:
-  it is zeroed. An offer counts for the connection that it was made on: a request that does not leave at once is sent as
-  a streamed one.
+- **A write** that is to go on by itself is made by the owner, between other work: the request says where the bytes
+  lie, and names a cell (endpoint/sharing.py) by which the writer takes them back when it gives up. The owner looks at
+  it before and after each piece. What it copied of one that was taken back meanwhile may be anything that the writer
+  has put there since: it is zeroed. An offer counts for the connection that it was made on: a request that does not
+  leave at once is sent as a streamed one.
 
 Batches, strided blocks, and reads with `async_op`, which are to go on by themselves, are streamed.
 """

@@ -20,6 +20,7 @@ from rankmesh.memory.mapping import Mapping
 from rankmesh.memory.operations import COST, Operation, Read, Swap, Write, ask_small
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
 from rankmesh.memory.pulling import Pulled
+from rankmesh.memory.pushing import Pushed
 from rankmesh.memory.rails import STRIPED_FROM, striped
 from rankmesh.memory.region import as_signed
 from rankmesh.memory.streaming import StreamedRead, StreamedWrite
@@ -43,7 +44,8 @@ class RemoteRegion:
     Offsets and strides are bytes; only `remote[…]` counts items. Every method takes `timeout` in seconds (None:
     Config.timeout); with `async_op=True` it returns a Work at once, and the buffers belong to that until it is done. A
     handle may be used from many threads. One whose region was unregistered, or registered anew, raises StaleRegion.
-    What is read while somebody writes it may be old in part and new in part; cells are not.
+    What is read while somebody writes it may be old in part and new in part; cells are not, as long as they are written
+    by themselves.
     """
 
     def __init__(self, flow: Flow, rails: Rails, info: RegionInfo, permit: Permit | None) -> None:
@@ -54,8 +56,9 @@ class RemoteRegion:
         #: The mapping, where it may be used for that.
         self._read_through = mapping if "r" in info.access else None
         self._write_through = mapping if info.access == "rw" else None
-        #: Reads it where it lies.
+        #: Reads it where it lies, and writes there.
         self._pulled = permit if isinstance(permit, Pulled) else None
+        self._pushed = permit if isinstance(permit, Pushed) else None
         if permit is not None:
             permit.handles += 1
         self._timeout = flow.router.hub.config.timeout
@@ -104,8 +107,10 @@ class RemoteRegion:
             pulled = self._pulled
             if pulled is not None:
                 self._check(offset, nbytes)
-                if self._pull(pulled, parts[0], offset, timeout):
+                if self._is_moved(pulled.read, parts[0], offset, timeout):
                     return out
+                if (polled := self._flow.router.polled) is not None and polled.puller is not None:
+                    pulled.renew(polled.puller)
             if nbytes <= self._inline and type(offset) is int and 0 <= offset <= self.nbytes - nbytes:  # the hot path
                 body = _pack(_READ, 0, 0, 0, self.generation, offset, nbytes)
                 seconds = self._timeout if timeout is None else timeout
@@ -146,15 +151,14 @@ class RemoteRegion:
         timeout = self._timeout if timeout is None else timeout
         return self._run(kind(self._flow, self.name, body, timeout, out, parts, nbytes), async_op)
 
-    def _pull(self, pulled: Pulled, into: memoryview, offset: int, timeout: float | None) -> bool:
-        """Read it where it lies. False: that cannot be."""
+    def _is_moved(
+        self, move: Callable[[memoryview, int, float], bool], view: memoryview, offset: int, timeout: float | None
+    ) -> bool:
+        """Read or write where it lies. False: that cannot be."""
         flow = self._flow
         flow.check("copy of region", self.name)
-        done = pulled.read(into, offset, monotonic() + (self._timeout if timeout is None else timeout))
+        done = move(view, offset, monotonic() + (self._timeout if timeout is None else timeout))
         flow.check("copy of region", self.name)
-        polled = flow.router.polled
-        if not done and polled is not None and polled.puller is not None:
-            pulled.renew(polled.puller)
         return done
 
     # ------------------------------------------------------------------ writing
@@ -178,7 +182,17 @@ class RemoteRegion:
             )
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
-        through = self._write_through
+        through, pushed = self._write_through, self._pushed
+        if (
+            pushed is not None
+            and not async_op
+            and isinstance(parts, tuple)
+            and nbytes > CELL.size
+            and not self._flow.changing
+        ):
+            key = None if notify is None else encode_key(notify)
+            if self._is_moved(pushed.write, parts[0], offset, timeout):
+                return None if key is None else self._notify(key, timeout)
         if through is None and nbytes <= self._inline and notify is None and not async_op:  # the hot path
             body = b"".join((_pack(_WRITE, 0, 0, 0, self.generation, offset, nbytes), *parts))
             seconds = self._timeout if timeout is None else timeout
@@ -186,7 +200,7 @@ class RemoteRegion:
         if through is not None:
             views = (through.view(offset, nbytes),)
             return self._copy(through.write, None, parts, views, notify, timeout, async_op)
-        if nbytes >= STRIPED_FROM and notify is None and isinstance(parts, tuple):
+        if nbytes >= STRIPED_FROM and notify is None and isinstance(parts, tuple) and pushed is None:
             work = self._striped(parts[0], offset, None, timeout, reads=False)
             if work is not None:
                 return work if async_op else work.result()
@@ -342,9 +356,7 @@ class RemoteRegion:
                 raise
             error = raised
         if notify is not None and error is None:
-            key = encode_key(notify)
-            body = _pack(Op.NOTIFY, Bit.NOTIFY, len(key), 0, self.generation, 0, 0) + key
-            return self._run(Write(self._flow, self.name, body, seconds), async_op)
+            return self._notify(encode_key(notify), timeout, async_op)
         if not async_op:
             return out
         router = self._flow.router
@@ -354,6 +366,12 @@ class RemoteRegion:
         else:
             work.fail(error)
         return work
+
+    def _notify(self, key: bytes, timeout: float | None, async_op: bool = False) -> Any:
+        """Bytes were written without the owner, and it is to know."""
+        seconds = self._timeout if timeout is None else timeout
+        body = _pack(Op.NOTIFY, Bit.NOTIFY, len(key), 0, self.generation, 0, 0) + key
+        return self._run(Write(self._flow, self.name, body, seconds), async_op)
 
     def _batch_of(self, parts: Iterable[memoryview], blocks: Iterable[Block]) -> Batch:
         """Blocks of the region, and the caller's memory for them."""
@@ -389,7 +407,7 @@ class RemoteRegion:
         """Let go of the mapping, if there is one: the handle goes on without."""
         with self._flow.router.engine:
             permit, self._permit = self._permit, None
-            self._read_through = self._write_through = self._pulled = None
+            self._read_through = self._write_through = self._pulled = self._pushed = None
             if permit is not None:
                 permit.handles -= 1
                 self._flow.sweep()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.endpoint.posted import BROUGHT
@@ -53,6 +53,7 @@ from rankmesh.memory.protocol import (
     read_ask,
 )
 from rankmesh.memory.pulling import Fetching, PulledWriting, Source
+from rankmesh.memory.pushing import PushPermits
 from rankmesh.memory.region import Refusal, Region
 from rankmesh.wire.header import Flag, Kind
 
@@ -438,10 +439,17 @@ class MemoryServer(Finder):
             region.waiters.clear()
 
     def free(self) -> None:
-        """The endpoint is closed. Nobody can come any more; who is writing through a mapping finds that it is gone."""
+        """The endpoint is closed. Nobody can come any more; who is writing without us ends its piece, and finds then
+        that it may not go on. Without the lock."""
         for moving in [moving for transfers in self._moving.values() for moving in transfers.values()]:
             self.ended(moving)
-        for region in (*self.regions.values(), *self._retiring):
+        regions = (*self.regions.values(), *self._retiring)
+        for region in regions:
             if region.shared is not None:
                 region.shared.revoke()
+        deadline = monotonic() + self.hub.config.close_timeout
+        for region in regions:
+            pushed = region.shared if isinstance(region.shared, PushPermits) else None
+            while pushed is not None and pushed.busy and monotonic() < deadline:
+                sleep(LOOK)
             region.release()

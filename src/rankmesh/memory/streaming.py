@@ -69,6 +69,7 @@ class StreamedWrite(Operation):
     what = "write"
     cost = STREAM_COST
     streamed = True
+    changes = True
     _stream: Outflow | None = None
     _offer: Offer | None = None
 

@@ -25,7 +25,9 @@ from rankmesh.buffers import PAGE
 from rankmesh.config import KIB
 
 
-class _Vector(ctypes.Structure):
+class Vector(ctypes.Structure):
+    """struct iovec"""
+
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
@@ -40,10 +42,10 @@ _COMPARED_TIMES: Final = 5
 _QUICK: Final = 4
 
 
-@lru_cache(maxsize=1)
-def _process_vm_readv() -> Callable[..., int] | None:
-    """None: this C library has no such call."""
-    call = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+@lru_cache(maxsize=2)
+def system_call(name: str) -> Callable[..., int] | None:
+    """process_vm_readv or process_vm_writev; None: this C library has no such call."""
+    call = getattr(ctypes.CDLL(None), name, None)
     if call is not None:
         vector, count = ctypes.c_void_p, ctypes.c_ulong
         call.argtypes = (ctypes.c_int, vector, count, vector, count, ctypes.c_ulong)
@@ -84,11 +86,11 @@ class Puller:
         """`beacon`: where that process shows one, and what it says."""
         self._pid = pid
         self._beacon = beacon
-        self._call = _process_vm_readv()
+        self._call = system_call("process_vm_readv")
         self._word = ctypes.c_uint64()
         self._byte = ctypes.addressof(self._word)
         #: The second of each is for the beacon.
-        heres, theres = (_Vector * 2)(), (_Vector * 2)()
+        heres, theres = (Vector * 2)(), (Vector * 2)()
         heres[1].base, heres[1].length = self._byte, _WORD
         theres[1].base, theres[1].length = beacon[0], _WORD
         self._here, self._there = heres[0], theres[0]
