@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,9 +19,9 @@ from hypothesis import strategies as st
 
 import rankmesh.collectives.stage
 from rankmesh import Config, DeadlineError, Mesh, PeerLost, TransferAborted
-from rankmesh.collectives import founding
+from rankmesh.collectives import founding, pulling
 from rankmesh.collectives.calls import Signature
-from rankmesh.collectives.passage import Recipe
+from rankmesh.collectives.passage import Recipe, steps
 from rankmesh.collectives.pulling import FETCH, PUBLISH, PulledPassage, Pulling, Sizes, acts, pays
 from rankmesh.collectives.stage import CHUNK_BITS, DONE, Way
 from rankmesh.collectives.staged import StagedCollective
@@ -68,9 +70,10 @@ def arrays(name: str, given: Array, in_place: bool) -> tuple[list[Array], list[A
 
 
 def recipe_of(name: str, rank: int, size: int, part: int, digest: int = 1) -> Recipe:
-    width = Sizes(7, ROOM if size == 2 else ROOM // 2)
-    plan = acts(name, Case(rank, size, 0, part, ROOM), width)
-    return Recipe(Signature(name), digest, (), in_order, acts=plan)
+    width, case = Sizes(7, ROOM if size == 2 else ROOM // 2), Case(rank, size, 0, part, ROOM)
+    by_slots = {"all_reduce": "all_reduce whole" if size == 2 else "all_reduce slices"}.get(name, name)
+    plan = acts(name, case, width)
+    return Recipe(Signature(name), digest, steps(by_slots, case), in_order, acts=plan, must=Copying.SLOWLY)
 
 
 def begun(stage: Any, recipe: Recipe, sequence: int, source: Array, target: Array, by_express: bool) -> Way:
@@ -89,25 +92,83 @@ def begun(stage: Any, recipe: Recipe, sequence: int, source: Array, target: Arra
         min_size=1,
         max_size=7,
     ),
+    copies=st.sampled_from([Copying.QUICKLY, Copying.SLOWLY]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_sequence_of_calls_in_any_order_of_steps(size: int, calls: list[tuple[str, int, bool]], seed: int) -> None:
+def test_any_sequence_of_calls_in_any_order_of_steps(
+    size: int, calls: list[tuple[str, int, bool]], copies: Copying, seed: int
+) -> None:
+    """Where the kernel is slow, those are pulled whose arrays all lie on large pages; others go through slots."""
     rng = np.random.default_rng(seed)
     shared = shared_by(size)
     stages = [MemoryStage(rank, size, shared) for rank in range(size)]
+    for stage in stages:
+        stage.copying = copies
     ways: list[list[Callable[[], Way]]] = [[] for _ in range(size)]
     expected = []
+    small: set[int] = set()
     for sequence, (name, part, in_place) in enumerate(calls):
         source, target, wanted = arrays(name, rng.integers(0, 1000, (size, size, part)), in_place)
+        if rng.integers(2):
+            small.add(source[rng.integers(size)].ctypes.data)
         for rank in range(size):
             recipe = recipe_of(name, rank, size, part, sequence + 1)
             by_express = bool(rng.integers(2))
             ways[rank].append(partial(begun, stages[rank], recipe, sequence, source[rank], target[rank], by_express))
-        expected.append((name, target, wanted))
-    run(ways, rng)
-    for name, target, wanted in expected:
+        expected.append((name, source, target, wanted))
+    with on_small_pages(small):
+        run(ways, rng)
+    for name, _, target, wanted in expected:
         for rank in range(size):
             assert np.array_equal(target[rank], wanted[rank]), (name, rank)
+
+
+@contextmanager
+def on_small_pages(addresses: Container[int]) -> Iterator[None]:
+    with patch.object(pulling, "on_large_pages", lambda address, nbytes: address not in addresses):
+        yield
+
+
+@pytest.mark.parametrize("by_express", [True, False])
+@pytest.mark.parametrize("which", [0, 1, None])
+def test_where_the_kernel_is_slow_one_on_small_pages_is_enough_for_slots(which: int | None, by_express: bool) -> None:
+    stages: list[Any] = [MemoryStage(rank, 2, shared) for shared in [shared_by(2)] for rank in range(2)]
+    source, target, wanted = arrays("all_to_all", np.arange(4 * 50).reshape(2, 2, 50), in_place=False)
+    ways: list[list[Callable[[], Way]]] = []
+    pulls: list[int] = []
+
+    def counted(puller: Puller, into: int, address: int, nbytes: int) -> bool:
+        pulls.append(nbytes)
+        return Puller.pull(puller, into, address, nbytes)
+
+    for rank, stage in enumerate(stages):
+        stage.copying = Copying.SLOWLY
+        stage.pullers[1 - rank].pull = partial(counted, stage.pullers[1 - rank])
+        recipe = recipe_of("all_to_all", rank, 2, 50)
+        ways.append([partial(begun, stage, recipe, 0, source[rank], target[rank], by_express)])
+    with on_small_pages(() if which is None else {source[which].ctypes.data}):
+        run(ways, np.random.default_rng(0))
+    for rank in range(2):
+        assert np.array_equal(target[rank], wanted[rank])
+    assert bool(pulls) == (which is None)
+
+
+def test_who_gives_up_before_slots_are_used_leaves_nothing_that_others_read() -> None:
+    stages: list[Any] = [MemoryStage(rank, 2, shared) for shared in [shared_by(2)] for rank in range(2)]
+    source, target, _ = arrays("all_gather", np.arange(4 * 5).reshape(2, 2, 5), in_place=False)
+    for stage in stages:
+        stage.copying = Copying.SLOWLY
+    with on_small_pages({source[0].ctypes.data}):
+        first, second = (
+            begun(stages[r], recipe_of("all_gather", r, 2, 5), 0, source[r], target[r], by_express=False)
+            for r in range(2)
+        )
+        as_far_as_it_goes(first)
+        assert first.awaited() == [1]
+        first.give_up()
+        as_far_as_it_goes(second)
+    assert not second.ended
+    assert second.awaited() == [0]
 
 
 def pair(name: str, part: int) -> tuple[list[Any], list[Array], list[Array], list[PulledPassage]]:
@@ -237,17 +298,18 @@ def test_arrays_that_cannot_be_reached_are_reduced(which: str, by_express: bool)
     [
         ("all_gather", 2, 512 << 10, Copying.QUICKLY),
         ("all_gather", 2, 511 << 10, None),
-        ("all_gather", 2, 16 * MIB - 1, Copying.QUICKLY),
-        ("all_gather", 2, 16 * MIB, Copying.SLOWLY),
+        ("all_gather", 2, 8 * MIB - 1, Copying.QUICKLY),
+        ("all_gather", 2, 8 * MIB, Copying.SLOWLY),
         ("all_gather", 4, 1024 * MIB, Copying.QUICKLY),
         ("all_gather", 4, 4 * MIB, None),
         ("all_gather", 4, 8 * MIB, Copying.QUICKLY),
         ("all_to_all", 16, 4 * MIB, Copying.QUICKLY),
         ("all_to_all", 4, 8 * MIB - 1, Copying.QUICKLY),
         ("all_to_all", 4, 8 * MIB, Copying.SLOWLY),
-        ("all_to_all", 2, 4 * MIB, Copying.SLOWLY),
+        ("all_to_all", 2, 8 * MIB - 1, Copying.QUICKLY),
+        ("all_to_all", 2, 8 * MIB, Copying.SLOWLY),
         ("all_reduce", 2, 2 * MIB, Copying.QUICKLY),
-        ("all_reduce", 2, 64 * MIB, Copying.SLOWLY),
+        ("all_reduce", 2, 1024 * MIB, Copying.QUICKLY),
         ("all_reduce", 4, 64 * MIB, None),
         ("broadcast", 2, 64 * MIB, None),
     ],
@@ -328,9 +390,12 @@ def test_where_one_cannot_nobody_does() -> None:
 
 
 def _one_is_slow(mesh: Mesh) -> list[int]:
-    """How many reads of others' memory large calls took: one that pays where that is slow, and one that does not."""
+    """How many reads of others' memory calls took: on large pages, one that pays where that is slow, and one that does
+    not; and the first where one rank's array is on small pages."""
     copies = Copying.SLOWLY if mesh.rank == 1 else Copying.QUICKLY
+    small: set[int] = set()
     founding.copying = lambda: copies  # type: ignore[attr-defined, assignment]
+    pulling.on_large_pages = lambda address, nbytes: address not in small  # type: ignore[attr-defined]
     mesh.barrier()  # it may be that the mesh's own stage was founded before
     group = mesh.dup()
     reads: list[int] = []
@@ -342,9 +407,12 @@ def _one_is_slow(mesh: Mesh) -> list[int]:
 
     Puller.pull = counted  # type: ignore[method-assign]
     counts = []
-    for part in (4 * MIB, MIB):
+    for part, is_small in ((4 * MIB, False), (MIB, False), (4 * MIB, True)):
         reads.clear()
-        got = group.all_to_all(np.full((3, part), mesh.rank, np.uint8))
+        given = np.full((3, part), mesh.rank, np.uint8)
+        if is_small and mesh.rank == 2:
+            small.add(given.ctypes.data)
+        got = group.all_to_all(given)
         assert np.array_equal(got[:, -1], np.arange(3))
         counts.append(sum(nbytes == part for nbytes in reads))
     return counts
@@ -352,7 +420,7 @@ def _one_is_slow(mesh: Mesh) -> list[int]:
 
 @pytest.mark.usefixtures("nursery")
 def test_where_it_is_slow_for_one_all_pull_only_what_pays_for_it() -> None:
-    assert run_ranks(3, _one_is_slow, CONFIG) == [[2, 0]] * 3
+    assert run_ranks(3, _one_is_slow, CONFIG) == [[2, 0, 0]] * 3
 
 
 def _give_up_and_reuse(mesh: Mesh) -> Any:

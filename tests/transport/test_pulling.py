@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rankmesh.transport import pulling
-from rankmesh.transport.pulling import Beacon, Copying, Puller, copying
+from rankmesh.transport.pulling import Beacon, Copying, Puller, copying, on_large_pages
 from timing import scaled
 
 #: Shows where 1 MiB of its memory lies, and stays until it is told to go. No word of it is one that other memory is
@@ -112,3 +117,45 @@ def test_the_kernels_copies_are_compared_with_our_own(
         assert [copying(), copying()] == [copies] * 2
     finally:
         copying.cache_clear()
+
+
+def memory_of(nbytes: int, advice: int) -> np.ndarray[Any, Any]:
+    """Written to, and on pages that the system was asked for."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(advice)
+    array = np.frombuffer(memory, np.uint8)
+    array.fill(1)
+    return array
+
+
+def large_bytes(array: np.ndarray[Any, Any]) -> int:
+    """How much of the mapping it lies in is on large pages, as /proc/self/smaps has it."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(part, 16) for part in line.split()[0].split("-"))
+            inside = first <= array.ctypes.data < last
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("it lies nowhere")
+
+
+def test_on_which_pages_memory_lies() -> None:
+    """The system need not give what it was asked for, nor tell: then nothing is on large pages, as far as is known."""
+    small, large = memory_of(16 << 20, mmap.MADV_NOHUGEPAGE), memory_of(16 << 20, mmap.MADV_HUGEPAGE)
+    assert not large_bytes(small)
+    assert not on_large_pages(small.ctypes.data, small.nbytes)
+    tells = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) >= (6, 7)
+    assert on_large_pages(large.ctypes.data, large.nbytes) == (tells and large_bytes(large) >= 12 << 20)
+
+
+@pytest.mark.parametrize("what", ["os.open", "fcntl.ioctl"])
+def test_a_system_that_does_not_tell(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.ENOTTY, "no such call")
+
+    monkeypatch.setattr(what, fail)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    array = np.ones(16 << 20, np.uint8)
+    assert not on_large_pages(array.ctypes.data, array.nbytes)
+    assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -4,8 +4,8 @@ what that waits for is there, and knows nothing of who drives it: the caller its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Final, NamedTuple, Protocol
 
 from rankmesh.buffers import copy
@@ -65,7 +65,10 @@ class Recipe(NamedTuple):
             pulling = self.express
             if not isinstance(pulling, Pulling):
                 pulling = Pulling(stage, self.acts, self.digest, self.apply, source)
-            return PulledPassage(pulling, sequence, source, target, taken)
+            pulled = PulledPassage(pulling, sequence, source, target, taken)
+            if stage.copying == Copying.QUICKLY:
+                return pulled
+            return EitherPassage(pulled, partial(Passage, stage, self, sequence, source, target, ahead=1))
         return Passage(stage, self, sequence, source, target, taken)
 
     def give_up(self, stage: Stage | None, sequence: int) -> None:
@@ -109,17 +112,31 @@ class Passage:
     """`source` and `target` are flat; see staging.py for what they may have in common. Methods need the engine's
     lock."""
 
-    __slots__ = ("_apply", "_at", "_digest", "_sequence", "_serial", "_slots", "_source", "_stage", "_steps", "_target")
+    __slots__ = (
+        "_apply",
+        "_at",
+        "_digest",
+        "_first",
+        "_sequence",
+        "_serial",
+        "_slots",
+        "_source",
+        "_stage",
+        "_steps",
+        "_target",
+    )
 
     def __init__(
-        self, stage: Stage, recipe: Recipe, sequence: int, source: Array, target: Array, taken: int = 0
+        self, stage: Stage, recipe: Recipe, sequence: int, source: Array, target: Array, taken: int = 0, ahead: int = 0
     ) -> None:
-        """`taken`: so many steps were taken before."""
+        """`taken`: so many steps were taken before. `ahead`: so many slots, and serials, the call has used before."""
         self._stage = stage
         _, self._digest, self._steps, self._apply, *_ = recipe
         self._at = taken
         self._sequence = sequence
-        self._serial = sequence + 1 << CHUNK_BITS  # no serial is 0, which all words are at first
+        #: Of the first chunk. No serial is 0, which all words are at first.
+        self._serial = (sequence + 1 << CHUNK_BITS) + ahead
+        self._first = sequence + ahead
         self._source = source
         self._target = target
         self._slots = stage.slots(source.dtype)
@@ -135,7 +152,7 @@ class Passage:
         if self._at == len(self._steps):
             return True
         what, number, _, ranks, words = self._steps[self._at]
-        slot = (self._sequence + number) % SLOTS
+        slot = (self._first + number) % SLOTS
         if what == STAGE:
             return self._stage.free(slot)
         word, serial, said = words[slot], self._serial + number, self._stage.words
@@ -149,7 +166,7 @@ class Passage:
         """Take the next step, if there is what it waits for: `may_step`, written out for its speed."""
         what, number, chunk, ranks, words = self._steps[self._at]
         stage, digest = self._stage, self._digest
-        slot, serial = (self._sequence + number) % SLOTS, self._serial + number
+        slot, serial = (self._first + number) % SLOTS, self._serial + number
         if what == STAGE:
             if not stage.free(slot):
                 return False
@@ -213,7 +230,7 @@ class Passage:
         if self._at == len(self._steps):
             return DONE, 0, ()
         what, number, _, ranks, words = self._steps[self._at]
-        slot = (self._sequence + number) % SLOTS
+        slot = (self._first + number) % SLOTS
         if what == STAGE:
             return DONE, self._stage.held(slot), self._stage.behind(slot)
         return words[slot], self._serial + number, ranks
@@ -225,3 +242,38 @@ class Passage:
 
     def give_up(self) -> None:
         self._stage.give_up(self._sequence)
+
+
+class EitherPassage:
+    """A call that is pulled, unless its ranks find that it had better not be: then it goes through slots."""
+
+    __slots__ = ("_make", "_pulled", "_way")
+
+    def __init__(self, pulled: PulledPassage, make: Callable[[], Passage]) -> None:
+        self._pulled = pulled
+        self._make = make
+        self._way: Way = pulled
+
+    @property
+    def ended(self) -> bool:
+        return self._way.ended
+
+    def may_step(self) -> bool:
+        return self._way.may_step()
+
+    def step(self) -> bool:
+        if self._way.step():
+            return True
+        if self._way is self._pulled and self._pulled.refused:
+            self._way = self._make()
+            return True
+        return False
+
+    def wanted(self) -> tuple[int, int, Sequence[int]]:
+        return self._way.wanted()
+
+    def awaited(self) -> list[int]:
+        return self._way.awaited()
+
+    def give_up(self) -> None:
+        self._pulled.give_up()

@@ -2,6 +2,7 @@
 (transport/pulling.py), with one copy instead of two, and a wait per call instead of one per chunk.
 
     publish   say in the words of the slot where source and target lie; the slot's memory is this rank's to use
+    agree     whether all have said that theirs lies on large pages; if not, the call goes through slots after all
     keep      copy what this rank itself gets of its source
     pull      copy what others have for this rank in their sources
     reduce    this rank's part, of all sources: the others' are pulled into the slot, which stays in the cache
@@ -16,6 +17,10 @@ Who gives a call up takes its words back before its caller can touch the arrays 
 the word afterwards: if it is still there, nothing was changed under the copy. Otherwise the call stalls, like any whose
 partner does not go on, and agent.py finds out why. What others read stays as it is until they are done: a source that
 overlaps with the target is copied before, unless it lies just where it is kept; and so is what they cannot reach.
+
+Where the kernel is slow to find small pages (Copying.SLOWLY), slots are faster unless arrays lie on large ones. Which
+they do is not known by their size (numpy asks for large pages from 4 MiB on, torch does not, and memory that was freed
+may be of either kind), so each rank looks at its own, once per array, and says so when it publishes.
 
 Only where all ranks copy alike: of a broadcast, the root copies into slots while the others copy out of them, which is
 faster than to have the others copy alone.
@@ -38,7 +43,7 @@ from rankmesh.collectives.space import even
 from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED
 from rankmesh.collectives.staging import Case
 from rankmesh.config import KIB, MIB
-from rankmesh.transport.pulling import Copying
+from rankmesh.transport.pulling import Copying, on_large_pages
 
 if TYPE_CHECKING:
     from rankmesh.collectives.kinds import Array, Operation
@@ -52,25 +57,25 @@ class _Pays(NamedTuple):
 
     ranks: int
     quickly: int
-    #: Where the kernel copies slowly (Copying).
+    #: Where the kernel copies slowly (Copying), if arrays lie on large pages.
     slowly: int
 
 
 #: Below, two copies through the cache are faster than a system call that has to find the other's pages. A copy by the
 #: kernel takes a third longer than our own, where it is quick: of all_to_all it spares one for each that is made, of
 #: the others a single one, whatever the number of ranks. Of reduce_scatter and the rest it spares none. Where it is
-#: slow, it pays for what lies on large pages, as numpy's arrays do from 4 MiB on, or in no cache; and numpy's additions
-#: take ten times as long where their result goes to lines that another core has read, as it does where that is fetched.
+#: slow, to agree takes ten microseconds, because nobody runs ahead of it; and on AMD's Zen 5 numpy's additions take up
+#: to ten times as long where their result goes to lines that another core has read, as it does where that is fetched.
 _PAYS: Final = {
-    "all_gather": (_Pays(2, 256 * KIB, 8 * MIB), _Pays(3, 256 * KIB, _NEVER), _Pays(sys.maxsize, 2 * MIB, _NEVER)),
-    "all_to_all": (_Pays(sys.maxsize, 256 * KIB, 2 * MIB),),
-    "all_reduce": (_Pays(2, MIB, 32 * MIB), _Pays(3, MIB, _NEVER)),
+    "all_gather": (_Pays(2, 256 * KIB, 4 * MIB), _Pays(3, 256 * KIB, _NEVER), _Pays(sys.maxsize, 2 * MIB, _NEVER)),
+    "all_to_all": (_Pays(2, 256 * KIB, 4 * MIB), _Pays(sys.maxsize, 256 * KIB, 2 * MIB)),
+    "all_reduce": (_Pays(3, MIB, _NEVER),),
 }
 #: What is copied in one step: nobody else has the engine meanwhile.
 PIECE_BYTES: Final = 4 * MIB
 
 #: What a step is.
-PUBLISH, KEEP, PULL, REDUCE, SAY_COMBINED, FETCH, HOLD = range(7)
+PUBLISH, KEEP, PULL, REDUCE, SAY_COMBINED, FETCH, HOLD, AGREE = range(8)
 
 
 class Act(NamedTuple):
@@ -93,7 +98,10 @@ class Act(NamedTuple):
 
 
 #: The words that a step waits for, by slot.
-_WORDS: Final = {PULL: STAGED, REDUCE: STAGED, FETCH: COMBINED, HOLD: (DONE,) * SLOTS}
+_WORDS: Final = {AGREE: STAGED, PULL: STAGED, REDUCE: STAGED, FETCH: COMBINED, HOLD: (DONE,) * SLOTS}
+#: Of the word that says where a source lies: it, and the target if that is fetched, lie on large pages. No address has
+#: this bit.
+_ON_LARGE_PAGES: Final = 1 << 63
 
 
 class Sizes(NamedTuple):
@@ -193,8 +201,11 @@ class Pulling:
 
     def __init__(self, stage: Stage, acts: Sequence[Act], digest: int, apply: Operation | None, source: Array) -> None:
         """`source`: as those of its calls are."""
-        self.acts = acts
-        self.steps = len(acts)
+        #: Ranks look at each other's pages before.
+        self._looks = stage.copying == Copying.SLOWLY
+        agree = Act(AGREE, tuple(rank for rank in range(len(stage.words)) if rank != stage.rank))
+        self.acts = (acts[0], agree, *acts[1:]) if self._looks else tuple(acts)
+        self.steps = len(self.acts)
         #: Others read the target, too.
         self._is_fetched = any(act.what == FETCH for act in acts)
         self.stage = stage
@@ -202,8 +213,9 @@ class Pulling:
         self._apply = apply
         self._slots = stage.slots(source.dtype)[stage.rank]
         self._slots_at = [slot.ctypes.data for slot in self._slots]
-        #: Where arrays of the last call lay, which others could read.
+        #: Where arrays of the last call lay, which others could read; and _ON_LARGE_PAGES, if they did.
         self._reached: tuple[int, ...] = ()
+        self._pages = 0
         stage.express.add(self)
 
     def close(self) -> None:
@@ -218,6 +230,8 @@ class Pulling:
         taken, contenders = 0, self.stage.contenders
         for act in self.acts:
             if (act.ranks and not self.ready(act, call, patient=True)) or not self.take(act, call):
+                break
+            if act.what == AGREE and not self.agreed(call):
                 break
             taken += 1
             if contenders:
@@ -250,7 +264,8 @@ class Pulling:
         what, ranks, at, start, stop, last = act
         itemsize = call.target.itemsize
         if what == PUBLISH:
-            self.stage.publish(call.slot, call.serial, self._digest, call.source_at, call.target_at)
+            source = call.source_at | self._pages
+            self.stage.publish(call.slot, call.serial, self._digest, source, call.target_at)
         elif what == KEEP:
             if call.source_at + start * itemsize != call.target_at + at * itemsize:  # else it is there
                 copy(call.target[at : at + stop - start], call.source[start:stop])
@@ -259,7 +274,7 @@ class Pulling:
                 return False
         elif what == SAY_COMBINED:
             self.stage.combined(call.slot, call.serial, self._digest)
-        elif what != HOLD:
+        elif what not in (HOLD, AGREE):
             into, nbytes = call.target_at + start * itemsize, (stop - start) * itemsize
             if not self._pull(call, ranks[0], _WORDS[what][call.slot], what == FETCH, into, at * itemsize, nbytes):
                 return False
@@ -271,7 +286,7 @@ class Pulling:
         """From byte `at` on of its source or target. `word` is its promise that it stays as it is."""
         stage = self.stage
         its = stage.words[rank]
-        address = its[STAGED[call.slot] + (3 if of_target else 2)]
+        address = its[STAGED[call.slot] + (3 if of_target else 2)] & ~_ON_LARGE_PAGES
         return stage.pullers[rank].pull(into, address + at, nbytes) and its[word] == call.serial
 
     def _reduce(self, call: _Call, at: int, start: int, stop: int) -> bool:
@@ -312,7 +327,16 @@ class Pulling:
         if places != self._reached:
             puller = self.stage.pullers[self.stage.rank]
             self._reached = places if all(map(puller.reaches, places)) else ()
+            if self._looks:
+                arrays = (call.source, call.target) if self._is_fetched else (call.source,)
+                large = all(on_large_pages(at, array.nbytes) for at, array in zip(places, arrays, strict=True))
+                self._pages = _ON_LARGE_PAGES if large else 0
         return self._reached == places
+
+    def agreed(self, call: _Call) -> bool:
+        """All have published, and all their arrays lie on large pages."""
+        word = STAGED[call.slot] + 2
+        return all(its[word] & _ON_LARGE_PAGES for its in self.stage.words)
 
     def call(self, sequence: int, source: Array, target: Array, taken: int) -> _Call:
         """Of whose steps so many were taken; if none, one whose arrays can be published: copies, where they must be."""
@@ -328,10 +352,12 @@ class Pulling:
 class PulledPassage:
     """A call's way over the stage, as Passage is one. Methods need the engine's lock."""
 
-    __slots__ = ("_at", "_call", "_failed", "_pulling", "_sequence", "_target")
+    __slots__ = ("_at", "_call", "_failed", "_pulling", "_sequence", "_target", "refused")
 
     def __init__(self, pulling: Pulling, sequence: int, source: Array, target: Array, taken: int) -> None:
         """`taken`: so many steps were taken before."""
+        #: It is to go through slots instead: not all arrays lie on large pages.
+        self.refused = False
         self._pulling = pulling
         self._sequence = sequence
         self._at = taken
@@ -352,7 +378,11 @@ class PulledPassage:
         """Take the next step, if there is what it waits for."""
         if not self.may_step():
             return False
-        self._failed = not self._pulling.take(self._pulling.acts[self._at], self._call)
+        act = self._pulling.acts[self._at]
+        self.refused = act.what == AGREE and not self._pulling.agreed(self._call)
+        if self.refused:
+            return False
+        self._failed = not self._pulling.take(act, self._call)
         if not self._failed:
             self._at += 1
             if self.ended and self._call.target is not self._target:

@@ -62,8 +62,8 @@ STAGE_BYTES: Final = _SLOTS_AT + SLOTS * SLOT_BYTES
 #: Elements are not larger, so that a slot holds many.
 MOST_ITEM_BYTES: Final = 4096
 #: Words: where each kind is. The second word of STAGED and COMBINED is the digest; the third and fourth of STAGED say
-#: where arrays lie that are pulled. WANT is three: the index of a word, a serial, and ranks, a bit for each (none:
-#: whatever comes).
+#: where arrays lie that are pulled (and on which pages, see pulling.py). WANT is three: the index of a word, a serial,
+#: and ranks, a bit for each (none: whatever comes).
 SLEEP: Final = 0
 WANT: Final = 1
 DONE: Final = 8
