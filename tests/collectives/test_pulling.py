@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rankmesh.collectives.stage
-from rankmesh import Config, DeadlineError, Mesh, PeerLost, TransferAborted
+from rankmesh import Config, DeadlineError, Group, Mesh, PeerLost, TransferAborted
 from rankmesh.collectives import founding, pulling
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.passage import Recipe, steps
@@ -33,6 +33,7 @@ from timing import scaled, wait_until
 
 CONFIG = Config(timeout=scaled(20))
 MIB = 1 << 20
+NAMES = ["all_gather", "all_to_all", "all_reduce", "broadcast"]
 
 
 def in_order(left: Array, right: Array, out: Array) -> None:
@@ -50,6 +51,9 @@ def total(rows: Array) -> Array:
 def arrays(name: str, given: Array, in_place: bool) -> tuple[list[Array], list[Array], list[Array]]:
     """What each rank brings, gets, and should get. `given`: [rank, rank, part]."""
     size, _, part = given.shape
+    if name == "broadcast":
+        array = [given[rank, 0].copy() for rank in range(size)]
+        return array, array, [given[0, 0].copy()] * size
     if name == "all_reduce":
         source = [given[rank, 0].copy() for rank in range(size)]
         target = source if in_place else [np.full(part, -1) for _ in range(size)]
@@ -73,7 +77,9 @@ def recipe_of(name: str, rank: int, size: int, part: int, digest: int = 1) -> Re
     width, case = Sizes(7, ROOM if size == 2 else ROOM // 2), Case(rank, size, 0, part, ROOM)
     by_slots = {"all_reduce": "all_reduce whole" if size == 2 else "all_reduce slices"}.get(name, name)
     plan = acts(name, case, width)
-    return Recipe(Signature(name), digest, steps(by_slots, case), in_order, acts=plan, must=Copying.SLOWLY)
+    return Recipe(
+        Signature(name), digest, steps(by_slots, case), in_order, acts=plan, pays=(Copying.SLOWLY, Copying.QUICKLY)
+    )
 
 
 def begun(stage: Any, recipe: Recipe, sequence: int, source: Array, target: Array, by_express: bool) -> Way:
@@ -88,7 +94,7 @@ def begun(stage: Any, recipe: Recipe, sequence: int, source: Array, target: Arra
 @given(
     size=st.integers(2, 4),
     calls=st.lists(
-        st.tuples(st.sampled_from(["all_gather", "all_to_all", "all_reduce"]), st.integers(4, 70), st.booleans()),
+        st.tuples(st.sampled_from(NAMES), st.integers(4, 70), st.booleans()),
         min_size=1,
         max_size=7,
     ),
@@ -199,7 +205,7 @@ def test_a_call_ends_when_all_have_read_what_it_brought() -> None:
     assert np.array_equal(target[0], target[1])
 
 
-@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "all_reduce"])
+@pytest.mark.parametrize("name", NAMES)
 def test_who_gives_up_is_not_read_any_more(name: str) -> None:
     _, source, target, (first, second) = pair(name, 5)
     as_far_as_it_goes(first)
@@ -293,29 +299,36 @@ def test_arrays_that_cannot_be_reached_are_reduced(which: str, by_express: bool)
         assert np.array_equal(target[rank], wanted[rank])
 
 
+NOT: tuple[Copying, ...] = ()
+QUICK, SLOW, BOTH = (Copying.QUICKLY,), (Copying.SLOWLY,), (Copying.SLOWLY, Copying.QUICKLY)
+
+
 @pytest.mark.parametrize(
-    "name, size, nbytes, must",
+    "name, size, nbytes, where",
     [
-        ("all_gather", 2, 512 << 10, Copying.QUICKLY),
-        ("all_gather", 2, 511 << 10, None),
-        ("all_gather", 2, 8 * MIB - 1, Copying.QUICKLY),
-        ("all_gather", 2, 8 * MIB, Copying.SLOWLY),
-        ("all_gather", 4, 1024 * MIB, Copying.QUICKLY),
-        ("all_gather", 4, 4 * MIB, None),
-        ("all_gather", 4, 8 * MIB, Copying.QUICKLY),
-        ("all_to_all", 16, 4 * MIB, Copying.QUICKLY),
-        ("all_to_all", 4, 8 * MIB - 1, Copying.QUICKLY),
-        ("all_to_all", 4, 8 * MIB, Copying.SLOWLY),
-        ("all_to_all", 2, 8 * MIB - 1, Copying.QUICKLY),
-        ("all_to_all", 2, 8 * MIB, Copying.SLOWLY),
-        ("all_reduce", 2, 2 * MIB, Copying.QUICKLY),
-        ("all_reduce", 2, 1024 * MIB, Copying.QUICKLY),
-        ("all_reduce", 4, 64 * MIB, None),
-        ("broadcast", 2, 64 * MIB, None),
+        ("all_gather", 2, 512 << 10, QUICK),
+        ("all_gather", 2, 511 << 10, NOT),
+        ("all_gather", 2, 8 * MIB - 1, QUICK),
+        ("all_gather", 2, 8 * MIB, BOTH),
+        ("all_gather", 4, 1024 * MIB, QUICK),
+        ("all_gather", 4, 4 * MIB, NOT),
+        ("all_gather", 4, 8 * MIB, QUICK),
+        ("all_to_all", 16, 4 * MIB, QUICK),
+        ("all_to_all", 4, 8 * MIB - 1, QUICK),
+        ("all_to_all", 4, 8 * MIB, BOTH),
+        ("all_to_all", 2, 8 * MIB - 1, QUICK),
+        ("all_to_all", 2, 8 * MIB, BOTH),
+        ("all_reduce", 2, 2 * MIB, QUICK),
+        ("all_reduce", 2, 1024 * MIB, QUICK),
+        ("all_reduce", 4, 64 * MIB, NOT),
+        ("broadcast", 2, 8 * MIB - 1, NOT),
+        ("broadcast", 2, 8 * MIB, SLOW),
+        ("broadcast", 3, 64 * MIB, NOT),
+        ("reduce_scatter", 2, 64 * MIB, NOT),
     ],
 )
-def test_when_it_pays(name: str, size: int, nbytes: int, must: Copying | None) -> None:
-    assert pays(name, size, nbytes) is must
+def test_when_it_pays(name: str, size: int, nbytes: int, where: tuple[Copying, ...]) -> None:
+    assert pays(name, size, nbytes) == where
 
 
 # ---------------------------------------------------------------------- in processes
@@ -389,16 +402,14 @@ def test_where_one_cannot_nobody_does() -> None:
     assert run_ranks(3, _one_does_not, CONFIG) == [False] * 3
 
 
-def _one_is_slow(mesh: Mesh) -> list[int]:
-    """How many reads of others' memory calls took: on large pages, one that pays where that is slow, and one that does
-    not; and the first where one rank's array is on small pages."""
-    copies = Copying.SLOWLY if mesh.rank == 1 else Copying.QUICKLY
+def _where_slow(mesh: Mesh, copies: Copying) -> tuple[Group, set[int], list[int]]:
+    """A group of all whose stage is founded as if the kernel copied so here; addresses of arrays that are taken to lie
+    on small pages; and the bytes of each read of others' memory."""
     small: set[int] = set()
+    reads: list[int] = []
     founding.copying = lambda: copies  # type: ignore[attr-defined, assignment]
     pulling.on_large_pages = lambda address, nbytes: address not in small  # type: ignore[attr-defined]
     mesh.barrier()  # it may be that the mesh's own stage was founded before
-    group = mesh.dup()
-    reads: list[int] = []
     pull = Puller.pull
 
     def counted(self: Puller, into: int, address: int, nbytes: int) -> bool:
@@ -406,6 +417,13 @@ def _one_is_slow(mesh: Mesh) -> list[int]:
         return pull(self, into, address, nbytes)
 
     Puller.pull = counted  # type: ignore[method-assign]
+    return mesh.dup(), small, reads
+
+
+def _one_is_slow(mesh: Mesh) -> list[int]:
+    """How many reads of others' memory calls took: on large pages, one that pays where that is slow, and one that does
+    not; and the first where one rank's array is on small pages."""
+    group, small, reads = _where_slow(mesh, Copying.SLOWLY if mesh.rank == 1 else Copying.QUICKLY)
     counts = []
     for part, is_small in ((4 * MIB, False), (MIB, False), (4 * MIB, True)):
         reads.clear()
@@ -421,6 +439,31 @@ def _one_is_slow(mesh: Mesh) -> list[int]:
 @pytest.mark.usefixtures("nursery")
 def test_where_it_is_slow_for_one_all_pull_only_what_pays_for_it() -> None:
     assert run_ranks(3, _one_is_slow, CONFIG) == [[2, 0, 0]] * 3
+
+
+def _broadcasts(mesh: Mesh) -> None:
+    """From each root, on large pages and small ones, awaited and not; and so often that calls are alike."""
+    group, small, reads = _where_slow(mesh, Copying.SLOWLY)
+    for turn, root in enumerate((0, 1, 0, 1)):
+        for is_small in (False, True):
+            array = np.full(2 * MIB, 100.0 + mesh.rank)
+            if is_small and mesh.rank == root:
+                small.add(array.ctypes.data)
+            for again in range(3):
+                array[:] = np.arange(2 * MIB) + turn + again if mesh.rank == root else -1
+                reads.clear()
+                group.broadcast(array, root)
+                assert np.array_equal(array, np.arange(2 * MIB) + turn + again)
+                pulled = sum(reads) >= array.nbytes
+                assert pulled == (not is_small and mesh.rank != root)
+            array[:] = mesh.rank
+            assert (group.broadcast(array, root, async_op=True).result() == root).all()
+            small.discard(array.ctypes.data)
+
+
+@pytest.mark.usefixtures("nursery")
+def test_where_it_is_slow_broadcasts_are_pulled_off_large_pages() -> None:
+    run_ranks(2, _broadcasts, CONFIG)
 
 
 def _give_up_and_reuse(mesh: Mesh) -> Any:

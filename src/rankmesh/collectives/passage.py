@@ -47,8 +47,8 @@ class Express(Protocol):
 
 class Recipe(NamedTuple):
     """What calls that are alike share. `apply` reduces, where anything is reduced; `express` serves them while nobody
-    is late; source and target `may_overlap` as they like. `acts`: how they are pulled instead, where the kernel copies
-    as it `must` for that (pulling.py)."""
+    is late; source and target `may_overlap` as they like. `acts`: how they are pulled instead, where that `pays`
+    because of how the kernel copies (pulling.py)."""
 
     signature: Signature
     digest: int
@@ -57,7 +57,7 @@ class Recipe(NamedTuple):
     express: Express | None = None
     may_overlap: bool = False
     acts: tuple[Act, ...] = ()
-    must: Copying = Copying.QUICKLY
+    pays: tuple[Copying, ...] = ()
 
     def passage(self, stage: Stage, sequence: int, source: Array, target: Array, taken: int = 0) -> Way:
         """A call's way. `taken`: so many steps were taken before."""
@@ -80,7 +80,7 @@ class Recipe(NamedTuple):
         stage.give_up(sequence)
 
     def pulled(self, stage: Stage) -> bool:
-        return bool(self.acts) and stage.copying >= self.must
+        return stage.copying in self.pays
 
 
 @lru_cache(maxsize=1024)

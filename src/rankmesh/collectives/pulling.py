@@ -22,8 +22,9 @@ Where the kernel is slow to find small pages (Copying.SLOWLY), slots are faster 
 they do is not known by their size (numpy asks for large pages from 4 MiB on, torch does not, and memory that was freed
 may be of either kind), so each rank looks at its own, once per array, and says so when it publishes.
 
-Only where all ranks copy alike: of a broadcast, the root copies into slots while the others copy out of them, which is
-faster than to have the others copy alone.
+Of a broadcast, the root copies into slots while the other copies out of them. Where the kernel is quick, that is faster
+than to have the other copy alone. Where it is not, it is not worth a second core's time, which may be no more than half
+of one (hyperthreads).
 
 The plans are data, as in staging.py.
 """
@@ -56,8 +57,9 @@ class _Pays(NamedTuple):
     """Of up to so many ranks pulling pays from so many bytes of a rank's part on."""
 
     ranks: int
+    #: Where the kernel copies quickly (Copying).
     quickly: int
-    #: Where the kernel copies slowly (Copying), if arrays lie on large pages.
+    #: Where it copies slowly, if arrays lie on large pages.
     slowly: int
 
 
@@ -70,6 +72,7 @@ _PAYS: Final = {
     "all_gather": (_Pays(2, 256 * KIB, 4 * MIB), _Pays(3, 256 * KIB, _NEVER), _Pays(sys.maxsize, 2 * MIB, _NEVER)),
     "all_to_all": (_Pays(2, 256 * KIB, 4 * MIB), _Pays(sys.maxsize, 256 * KIB, 2 * MIB)),
     "all_reduce": (_Pays(3, MIB, _NEVER),),
+    "broadcast": (_Pays(2, _NEVER, 4 * MIB),),
 }
 #: What is copied in one step: nobody else has the engine meanwhile.
 PIECE_BYTES: Final = 4 * MIB
@@ -81,7 +84,8 @@ PUBLISH, KEEP, PULL, REDUCE, SAY_COMBINED, FETCH, HOLD, AGREE = range(8)
 class Act(NamedTuple):
     """A step, which waits for what `ranks` say, or for the slot.
 
-    PUBLISH: the source's own place in the target is from element `at` on (-1: nowhere).
+    PUBLISH: the source's own place in the target is from element `at` on (-1: nowhere). `stop`: elements that others
+    read of it.
     KEEP: source[start:stop] into target[at:…].
     PULL: the source of the one rank, from element `at` on, into target[start:stop].
     REDUCE: all sources' [start:stop] into target[at:…].
@@ -138,17 +142,17 @@ def _exchange(case: Case, width: int, at: int) -> Iterator[Act]:
 
 
 def all_gather(case: Case, width: Sizes) -> Iterator[Act]:
-    yield Act(PUBLISH, at=case.rank * case.part)
+    yield Act(PUBLISH, at=case.rank * case.part, stop=case.part)
     yield from _exchange(case, width.copied, 0)
 
 
 def all_to_all(case: Case, width: Sizes) -> Iterator[Act]:
-    yield Act(PUBLISH, at=-1)
+    yield Act(PUBLISH, at=-1, stop=case.size * case.part)
     yield from _exchange(case, width.copied, case.rank * case.part)
 
 
 def all_reduce(case: Case, width: Sizes) -> Iterator[Act]:
-    yield Act(PUBLISH)
+    yield Act(PUBLISH, stop=case.part)
     bounds = [0, *accumulate(even(case.part, case.size))]
     for start, stop in _pieces(bounds[case.rank], bounds[case.rank + 1], width.reduced):
         yield Act(REDUCE, case.others, start, start, stop)
@@ -158,19 +162,29 @@ def all_reduce(case: Case, width: Sizes) -> Iterator[Act]:
             yield Act(FETCH, (rank,), start, start, stop)
 
 
+def broadcast(case: Case, width: Sizes) -> Iterator[Act]:
+    """Source and target are one array."""
+    yield Act(PUBLISH, stop=case.part if case.rank == case.root else 0)
+    if case.rank != case.root:
+        for start, stop in _pieces(0, case.part, width.copied):
+            yield Act(PULL, (case.root,), start, start, stop)
+
+
 MAKERS: Final[dict[str, Callable[[Case, Sizes], Iterator[Act]]]] = {
     "all_gather": all_gather,
     "all_to_all": all_to_all,
     "all_reduce": all_reduce,
+    "broadcast": broadcast,
 }
 
 
-def pays(name: str, size: int, nbytes: int) -> Copying | None:
-    """How the kernel must copy at least, for pulling to pay. `nbytes`: of the larger of source and target."""
+def pays(name: str, size: int, nbytes: int) -> tuple[Copying, ...]:
+    """How the kernel may copy for pulling to pay. `nbytes`: of the larger of source and target."""
     row = next((row for row in _PAYS.get(name, ()) if size <= row.ranks), None)
-    if row is None or nbytes < row.quickly * size:
-        return None
-    return Copying.QUICKLY if nbytes < row.slowly * size else Copying.SLOWLY
+    if row is None:
+        return ()
+    bounds = {Copying.SLOWLY: row.slowly, Copying.QUICKLY: row.quickly}
+    return tuple(copies for copies, least in bounds.items() if nbytes >= least * size)
 
 
 @lru_cache(maxsize=1024)
@@ -206,7 +220,8 @@ class Pulling:
         agree = Act(AGREE, tuple(rank for rank in range(len(stage.words)) if rank != stage.rank))
         self.acts = (acts[0], agree, *acts[1:]) if self._looks else tuple(acts)
         self.steps = len(self.acts)
-        #: Others read the target, too.
+        #: Others read the source; and the target, too.
+        self._is_read = acts[0].stop > 0
         self._is_fetched = any(act.what == FETCH for act in acts)
         self.stage = stage
         self._digest = digest
@@ -330,7 +345,7 @@ class Pulling:
             if self._looks:
                 arrays = (call.source, call.target) if self._is_fetched else (call.source,)
                 large = all(on_large_pages(at, array.nbytes) for at, array in zip(places, arrays, strict=True))
-                self._pages = _ON_LARGE_PAGES if large else 0
+                self._pages = _ON_LARGE_PAGES if large or not self._is_read else 0
         return self._reached == places
 
     def agreed(self, call: _Call) -> bool:

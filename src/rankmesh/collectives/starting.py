@@ -191,10 +191,10 @@ class Running:
         signature = Signature(job.collective, what, op, root, "shared")
         case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // itemsize)
         recipe = Recipe(signature, digest(signature), steps(plan, case), apply)
-        must = pays(job.collective, self.size, max(job.source.nbytes, job.target.nbytes))
-        if must is not None:
+        paying = pays(job.collective, self.size, max(job.source.nbytes, job.target.nbytes))
+        if paying:
             pulled = acts(job.collective, case, sizes(itemsize, self.size, SLOT_BYTES))
-            recipe = recipe._replace(acts=pulled, must=must)
+            recipe = recipe._replace(acts=pulled, pays=paying)
             if stage is not None and recipe.pulled(stage):
                 return recipe._replace(express=Pulling(stage, recipe.acts, recipe.digest, apply, job.source))
         form = next((form for form in FORMS if form.serves(recipe.steps)), None)
