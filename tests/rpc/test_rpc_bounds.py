@@ -13,6 +13,9 @@ from calls import Served, serving
 from peers import SOON, Medium, router_of
 from rankmesh import BusyError, DeadlineError, RemoteError, Work
 from rankmesh.config import KIB, MIB
+from rankmesh.endpoint.frames import BRIEF_ANSWER
+from rankmesh.endpoint.lanes import Lane
+from rankmesh.wire.header import HEADER_BYTES
 from timing import wait_until
 
 FLOOD = 10_000
@@ -87,7 +90,7 @@ def _call_until_busy(served: Served, value: Any) -> list[Work[Any]]:
 
 def test_requests_that_cannot_leave_are_bounded_in_bytes(tcp: Medium) -> None:
     """What waits to be sent to a peer that does not read is bounded by bytes, not by number."""
-    with serving(tcp, rpc_send_bytes=MIB) as served:
+    with serving(tcp, {"rpc_send_bytes": 256 * MIB}, rpc_send_bytes=MIB) as served:
         with served.server.hub.engine:  # the server's thread can read nothing
             works = _call_until_busy(served, bytes(10 * KIB))
             assert served.client.rpc.statistics()["calls_waiting"] == len(works)
@@ -97,7 +100,7 @@ def test_requests_that_cannot_leave_are_bounded_in_bytes(tcp: Medium) -> None:
 
 
 def test_large_requests_that_cannot_leave_are_bounded_in_bytes(tcp: Medium) -> None:
-    with serving(tcp, rpc_send_bytes=4 * MIB) as served:
+    with serving(tcp, {"rpc_send_bytes": 256 * MIB}, rpc_send_bytes=4 * MIB) as served:
         array = np.ones(MIB, np.uint8)
         with served.server.hub.engine:
             works = _call_until_busy(served, array)
@@ -106,23 +109,33 @@ def test_large_requests_that_cannot_leave_are_bounded_in_bytes(tcp: Medium) -> N
         assert router_of(served.peer).outbound.rpc_bytes == 0
 
 
-def test_caller_that_does_not_read_its_replies_cannot_fill_memory(tcp: Medium) -> None:
-    """Large results for it wait up to a bound in bytes; beyond, it gets errors instead."""
+@pytest.mark.parametrize("nbytes, calls", [(MIB, 40), (10 * KIB, 4000)])
+def test_caller_that_does_not_read_its_replies_cannot_fill_memory(tcp: Medium, nbytes: int, calls: int) -> None:
+    """Results for it wait up to a bound in bytes; beyond, it gets errors instead, and never silence."""
+    begin = threading.Event()
+
+    def ones() -> Any:
+        assert begin.wait(SOON)
+        return np.ones(nbytes, np.uint8)
+
     with serving(tcp, {"rpc_send_bytes": 4 * MIB}) as served:
-        served.server.rpc.register(lambda: np.ones(MIB, np.uint8), "ones")
-        works = [served.peer.call_async("ones", timeout=SOON) for _ in range(40)]
+        served.server.rpc.register(ones)
+        works = [served.peer.call_async("ones", timeout=2 * SOON) for _ in range(calls)]
         outbound = router_of(served.server.accept(timeout=SOON)).outbound
+        wait_until(lambda: served.server.rpc.statistics()["serving"] == calls, 10)
         with served.client.hub.engine:  # the client's threads can read nothing
+            begin.set()
             wait_until(lambda: served.server.rpc.statistics()["serving"] == 0, 10)
             assert outbound.rpc_bytes <= 4 * MIB
-        outcomes = [_outcome(work) for work in works]
+            assert outbound._queue.nbytes(Lane.RPC) <= 4 * MIB + calls * (BRIEF_ANSWER + HEADER_BYTES)
+        outcomes = [_outcome(work, nbytes) for work in works]
         assert set(outcomes) == {"result", "refused"}
         wait_until(lambda: outbound.rpc_bytes == 0, 10)
 
 
-def _outcome(work: Work[Any]) -> str:
+def _outcome(work: Work[Any], nbytes: int) -> str:
     try:
-        assert work.result().nbytes == MIB
+        assert work.result().nbytes == nbytes
     except RemoteError as error:
         assert "rpc_send_bytes" in str(error)  # noqa: PT017  # one outcome of two
         return "refused"

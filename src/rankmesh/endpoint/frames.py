@@ -24,6 +24,8 @@ FIRST_PIECE: Final = DATA_LIMIT // 4
 MAX_ANNOUNCED: Final = 65_536
 #: Answers that may wait for a peer which does not read, by lane: to all it may have announced, and to its requests.
 MAX_UNREAD: Final = {Lane.CONTROL: 2 * MAX_ANNOUNCED, Lane.RPC: 16_384}
+#: Answers of up to so many bytes are bounded by that alone: there is always room to say that a result has none.
+BRIEF_ANSWER: Final = 1024
 
 
 class FrameSender:

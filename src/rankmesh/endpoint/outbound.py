@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.buffers import readable
-from rankmesh.endpoint.frames import MAX_ANNOUNCED, FrameSender
+from rankmesh.endpoint.frames import BRIEF_ANSWER, MAX_ANNOUNCED, FrameSender
 from rankmesh.endpoint.lanes import Frame, Lane, Transfer
 from rankmesh.endpoint.sharing import Cells, Offers
 from rankmesh.endpoint.transfers import Send, SendState
@@ -242,7 +242,8 @@ class Outbound(FrameSender):
                 self._queue.resume(Frame([memoryview(frame)[sent:]], size - sent))
                 self.flush()
         else:
-            if self._queue.nbytes(Lane.RPC) + size > self._config.rpc_send_bytes:
+            full = self._queue.nbytes(Lane.RPC) + size > self._config.rpc_send_bytes
+            if full and (kind != Kind.REPLY or nbytes > BRIEF_ANSWER):
                 raise self._rpc_full(nbytes)
             self._queue.push(Lane.RPC, Frame([frame], size))
             self._clear = False

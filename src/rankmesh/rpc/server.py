@@ -24,6 +24,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh.codec import pack_plain
+from rankmesh.endpoint.frames import BRIEF_ANSWER
 from rankmesh.endpoint.hub import Hub
 from rankmesh.endpoint.lanes import Lane
 from rankmesh.endpoint.outbound import JOIN_BYTES
@@ -444,7 +445,7 @@ class Server:
             timeout = self.config.timeout
             outbound.start(Send(router, "reply to", SERVICE, ident, _REPLY_FLAG, views, nbytes, timeout))
         except (UsageError, BusyError) as error:
-            if nbytes > JOIN_BYTES:
+            if nbytes > BRIEF_ANSWER:
                 self.refuse(router, ident, Refusal(Why.RESULT, error.message, type_name=type(error).__name__))
             else:
                 logger.warning("Cannot answer %s: %s", router.peer, error.message)
