@@ -344,8 +344,8 @@ class Pulling:
             self._reached = places if all(map(puller.reaches, places)) else ()
             if self._looks:
                 arrays = (call.source, call.target) if self._is_fetched else (call.source,)
-                large = all(on_large_pages(at, array.nbytes) for at, array in zip(places, arrays, strict=True))
-                self._pages = _ON_LARGE_PAGES if large or not self._is_read else 0
+                looks = (on_large_pages(at, array.nbytes) for at, array in zip(places, arrays, strict=True))
+                self._pages = 0 if self._is_read and not all(looks) else _ON_LARGE_PAGES
         return self._reached == places
 
     def agreed(self, call: _Call) -> bool:
