@@ -442,12 +442,13 @@ def test_where_it_is_slow_for_one_all_pull_only_what_pays_for_it() -> None:
 
 
 def _broadcasts(mesh: Mesh) -> None:
-    """From each root, on large pages and small ones, awaited and not; and so often that calls are alike."""
+    """From each root, on large pages and small ones, awaited and not; and so often that calls are alike. Whoever is not
+    read from may have either."""
     group, small, reads = _where_slow(mesh, Copying.SLOWLY)
     for turn, root in enumerate((0, 1, 0, 1)):
-        for is_small in (False, True):
+        for whose in ("nobody's", "the root's", "the other's"):
             array = np.full(2 * MIB, 100.0 + mesh.rank)
-            if is_small and mesh.rank == root:
+            if whose == ("the root's" if mesh.rank == root else "the other's"):
                 small.add(array.ctypes.data)
             for again in range(3):
                 array[:] = np.arange(2 * MIB) + turn + again if mesh.rank == root else -1
@@ -455,7 +456,7 @@ def _broadcasts(mesh: Mesh) -> None:
                 group.broadcast(array, root)
                 assert np.array_equal(array, np.arange(2 * MIB) + turn + again)
                 pulled = sum(reads) >= array.nbytes
-                assert pulled == (not is_small and mesh.rank != root)
+                assert pulled == (whose != "the root's" and mesh.rank != root)
             array[:] = mesh.rank
             assert (group.broadcast(array, root, async_op=True).result() == root).all()
             small.discard(array.ctypes.data)
