@@ -83,7 +83,8 @@ class Config:
     peer_credit_bytes: int = 16 * MIB
     #: Bookkeeping bytes of sends waiting for their turn, for one peer; more raises BusyError.
     send_queue_bytes: int = 64 * MIB
-    #: Bytes of large RPC requests and replies being received at once.
+    #: Bytes of large RPC requests and replies being received at once; and of memory that is kept for the next ones, and
+    #: for collectives.
     rpc_inflight_bytes: int = 256 * MIB
     #: Bytes of RPC requests and replies that may wait to leave for one peer; more raises BusyError.
     rpc_send_bytes: int = 256 * MIB

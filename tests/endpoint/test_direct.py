@@ -368,7 +368,7 @@ def test_a_link_that_another_one_ends_is_not_looked_at(caplog: pytest.LogCapture
             router_of(backs[0]).hub.on_control = lambda peer, message: router.lose("the first says so")
             with lefts[0].hub.engine:
                 router_of(theres[0]).outbound.message(Lost(bytes(16), "gone"))
-            right.hub.engine.look_around()
+            right.hub.engine.looks.serve_ready()
             assert router.gone == "the first says so"
         with pytest.raises(PeerLost, match="the first says so"):
             waits[-1].wait(SOON)

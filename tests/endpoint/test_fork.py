@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -30,8 +31,8 @@ def in_child(body: Callable[[], None]) -> None:
             try:
                 body()
             except BaseException:  # noqa: BLE001  # reported to the parent, and the child must end here
-                os.write(report.fileno(), traceback.format_exc().encode())
                 code = 1
+                os.write(report.fileno(), traceback.format_exc().encode())
             finally:
                 sys.stdout.flush()
                 os._exit(code)
@@ -164,6 +165,23 @@ def test_numbers_of_inherited_descriptors_are_not_used_again(tcp: Medium) -> Non
 
         in_child(child)
         check_traffic(pair)
+
+
+def test_a_child_of_the_child_keeps_what_that_has_opened(pair: Pair) -> None:
+    """Found: a number that the child had closed, and used for a file of its own, was given up again in its child."""
+
+    def child() -> None:
+        for endpoint in (pair.left, pair.right):  # as daemons close all that they have inherited
+            os.close(endpoint.hub.engine.background.descriptor)
+        opened = [os.open("/", os.O_RDONLY) for _ in range(100)]
+
+        def grandchild() -> None:
+            assert all(stat.S_ISDIR(os.fstat(fd).st_mode) for fd in opened)
+
+        in_child(grandchild)
+
+    in_child(child)
+    check_traffic(pair)
 
 
 def test_parent_that_ends_is_noticed_although_a_child_lives_on(tcp: Medium) -> None:

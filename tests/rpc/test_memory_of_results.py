@@ -36,4 +36,4 @@ def test_a_result_is_gone_with_its_last_reference(address: str, no_collector: No
             held.append(weakref.ref(result.base))
             del result
         wait_until(lambda: all(reference() is None for reference in held), 5)  # another thread may be about to let go
-        assert client.hub.rpc_pool.held <= 2 * 4 * MIB, "the buffers of the size class are used again"
+        assert client.hub.large_pool.held <= 2 * 4 * MIB, "the buffers of the size class are used again"

@@ -147,6 +147,6 @@ def test_memory_of_large_calls_is_used_again(tcp: Medium) -> None:
         array = np.ones(8 * MIB, np.uint8)
         for _ in range(10):
             assert served.peer.call("pooled", array, timeout=SOON).sum() == array.nbytes
-        pool = served.server.hub.rpc_pool
+        pool = served.server.hub.large_pool
         wait_until(lambda: 0 < pool.held <= pool.limit, 10)
         assert pool.held <= 3 * 16 * MIB

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from rankmesh.buffers import EMPTY, readable
+from rankmesh.buffers import EMPTY, RecyclingPool, readable
 from rankmesh.collectives.calls import Call
 from rankmesh.collectives.plan import Into, Receive, Round, Send, touches
 from rankmesh.collectives.reducing import Reducer
@@ -269,9 +269,16 @@ class Collective(Work[Any]):
         if receive.into is Into.PLACE and len(receive.spans) == 1:
             return _Receiving(self, receive.source, router, self._space.memory(receive.spans[0]))
         places = [self._space.array(span) for span in receive.spans]
-        aside = np.empty(sum(map(len, places)), places[0].dtype)
+        aside = self._room(sum(map(len, places)), places[0].dtype)
         self._aside.append((receive, aside))
         return _Receiving(self, receive.source, router, readable(aside))
+
+    def _room(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """New pages for what is large would cost as much as the bytes that come: it lies on used ones."""
+        nbytes = count * dtype.itemsize
+        if nbytes < RecyclingPool.SMALLEST:
+            return np.empty(count, dtype)
+        return np.frombuffer(self.context.hub.large_pool.take(nbytes), dtype)
 
     def piece_ended(self, piece: Piece) -> None:
         """From wherever in the endpoint it ended."""

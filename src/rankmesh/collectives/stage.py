@@ -29,7 +29,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from os import sched_getaffinity, sched_yield
+from os import sched_getaffinity
 from threading import get_ident
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -393,10 +393,11 @@ class Stage:
             if its[word] >= serial:
                 return True
         if not self._looks:  # others want this core: perhaps the one who is to say it
+            courtesy, now = self._engine.courtesy, perf_counter()
             for _ in _TURNS:
-                if self.contenders:
+                if self.contenders or now < courtesy.resumes:
                     break
-                sched_yield()
+                now = courtesy.let_others_run(now)
                 if its[word] >= serial:
                     return True
         return False
@@ -466,18 +467,19 @@ class Stage:
     def _let_others_run(self, first: Stepping) -> bool:
         """Look on, while whoever else could run on this core runs in between. False: in vain."""
         engine = self._engine
-        began = perf_counter()
-        sched_yield()
-        crowded = perf_counter() - began > _CROWDED
-        self._looks = max(self._looks - 1, 0) if crowded else min(self._looks + 1, len(_LOOKS) - 1)
+        courtesy, began = engine.courtesy, perf_counter()
+        if began < courtesy.resumes:
+            return False
+        now = courtesy.let_others_run(began)
+        self._looks = max(self._looks - 1, 0) if now - began > _CROWDED else min(self._looks + 1, len(_LOOKS) - 1)
+        if first.may_step():
+            return True
         end = began + _PATIENCE * engine.spin.seconds
-        while not engine.contenders:
+        while courtesy.resumes <= now < end and not (engine.contenders or engine.poll(0, 1)):
             for _ in _YIELDS:
+                now = courtesy.let_others_run(now)
                 if first.may_step():
                     return True
-                sched_yield()
-            if engine.poll(0, 1) or perf_counter() >= end:
-                return False
         return False
 
     def await_reply(self, call: Lone) -> None:

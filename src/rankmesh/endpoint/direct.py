@@ -15,7 +15,6 @@ for several at once (`settle`). Whatever depends on the account settles it first
 from __future__ import annotations
 
 import struct
-from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -103,7 +102,8 @@ class Direct:
         return 0
 
     def attend(self, work: Waited) -> bool:
-        """Look for a while, on behalf of a waiter. True: that was in vain, and long enough to go to sleep now."""
+        """Look for a while, on behalf of a waiter. True: that was in vain, and long enough to go to sleep now; or what
+        came would have woken a sleeper as soon."""
         raise NotImplementedError
 
     def read_one(self) -> bool:
@@ -230,17 +230,21 @@ class SocketPath(Direct):
 
     def attend(self, work: Waited) -> bool:
         inbound, engine = self._inbound, self._engine
-        left, streak = MOST_SOCKET_LOOKS, STREAK
+        left, streak, late = MOST_SOCKET_LOOKS, STREAK, False
+        end = perf_counter() + engine.spin.seconds  # far more than all looks take, if nobody else has the core
         while inbound.calm and inbound.direct is self and not (engine.deferred or engine.contenders):
+            now = perf_counter()
             if not self.read_one():
                 left -= 1
                 if not left:
                     break
-            elif work.finished or not (streak := streak - 1) or perf_counter() >= engine.timers.next:
+                continue
+            late = now >= end
+            now = perf_counter()
+            if work.finished or not (streak := streak - 1) or now >= engine.timers.next:
                 break
-            else:
-                left = MOST_SOCKET_LOOKS
-        return False
+            left, end = MOST_SOCKET_LOOKS, now + engine.spin.seconds
+        return late and work.finished
 
     def await_reply(self, call: Lone) -> None:
         inbound = self._inbound
@@ -322,25 +326,23 @@ class RingPath(Direct):
         engine, ring = self._engine, self._ring
         control, head = ring.control, ring.head
         self._vain = False
-        began = perf_counter()
-        sched_yield()
-        crowded = perf_counter() - began > CROWDED
-        self._looks = max(self._looks - 1, 0) if crowded else min(self._looks + 1, MOST_LOOKS)
-        if control[TAIL] != head:
-            return True
-        end = began + self.patience * engine.spin.seconds
-        rounds = 0
-        while True:
-            for _ in YIELDS:
-                sched_yield()
-                if control[TAIL] != head:
-                    return True
-            rounds += 1
-            if engine.contenders or (not rounds % ROUNDS and (engine.poll(0, 1) or engine.any_ready())):
-                return False
-            if perf_counter() >= end:
-                self._vain = True
-                return False
+        courtesy, began, rounds = engine.courtesy, perf_counter(), 0
+        if began >= courtesy.resumes:
+            now = courtesy.let_others_run(began)
+            self._looks = max(self._looks - 1, 0) if now - began > CROWDED else min(self._looks + 1, MOST_LOOKS)
+            if control[TAIL] != head:
+                return True
+            end = began + self.patience * engine.spin.seconds
+            while courtesy.resumes <= now < end:
+                for _ in YIELDS:
+                    now = courtesy.let_others_run(now)
+                    if control[TAIL] != head:
+                        return True
+                rounds += 1
+                if engine.contenders or (not rounds % ROUNDS and (engine.poll(0, 1) or engine.looks.any_ready())):
+                    return False
+        self._vain = True
+        return False
 
     def attend(self, work: Waited) -> bool:
         inbound, engine, streak = self._inbound, self._engine, STREAK

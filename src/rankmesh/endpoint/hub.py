@@ -77,8 +77,8 @@ class Hub:
         self.agents: list[Agent] = []
         #: Replies that came for requests given up before.
         self.late_replies = 0
-        #: Memory of large requests and replies, used again once nothing refers to it.
-        self.rpc_pool = RecyclingPool(config.rpc_inflight_bytes)
+        #: Memory of large requests and replies, and of collectives, used again once nothing refers to it.
+        self.large_pool = RecyclingPool(config.rpc_inflight_bytes)
         #: Members of each closed group, by index: a wildcard receive fails when none is left.
         self.members: dict[int, set[int]] = {}
         self.closed = ""

@@ -162,7 +162,7 @@ class Incoming:
         _, _, flags, group, tag, ident, _, nbytes = header
         if not self._attached:
             return False
-        self._incoming[ident] = Landing(self, None, nbytes, group, tag, ident, flags, self._hub.rpc_pool.take(nbytes))
+        self._incoming[ident] = Landing(self, None, nbytes, group, tag, ident, flags, self._hub.large_pool.take(nbytes))
         self._router.outbound.control(Kind.GRANT, ident)
         return True
 

@@ -140,7 +140,7 @@ class Loopback(Conversation):
                 f"{send.nbytes} bytes for {self.peer} exceed the limit of {limit}. Send less at once, or raise "
                 "Config.max_rpc_bytes."
             )
-        view = self.hub.rpc_pool.take(send.nbytes)
+        view = self.hub.large_pool.take(send.nbytes)
         _gather(send.parts, view)
         send.finish(None)
         self.on_rpc(send.flags, send.group, send.tag or 0, view, True)

@@ -14,7 +14,8 @@ One engine per endpoint, one lock per engine. All state of an endpoint (matching
    epoll then, finds on return that it no longer leads, and goes back to napping. While a waiter sleeps in epoll for
    long, the background thread is parked and costs nothing.
 4. **Poll, then block.** A leader polls for `spin` seconds before it sleeps in the kernel, as long as that lately paid
-   off (`Spin`). One that has served a request polls for the next.
+   off (`Spin`). It did not if another process had the core meanwhile. What has been learnt of how a wait begins says
+   nothing of how it goes on: the rest of a transfer comes soon. One that has served a request polls for the next.
 5. **Fairness.** Python's locks are unfair. Whoever finds the lock taken says so in `contenders`; a leader that sees
    contenders stops polling, and a caller that sees them steps aside for a moment after its call.
 6. **Users' code** (callbacks, handlers of RPC) runs when nobody leads and without the lock: deferred to whoever leaves
@@ -42,9 +43,11 @@ from rankmesh.endpoint.timers import Timer, Timers
 from rankmesh.endpoint.waiting import (
     EVENTS,
     Backlogged,
+    Courtesy,
     ForkedLock,
     Hint,
     Look,
+    Looks,
     Spin,
     Waited,
     Waker,
@@ -86,18 +89,25 @@ class Engine:
         self.poll = self._epoll.poll
         self._handlers: dict[int, Handler] = {}
         #: By descriptor: what can be looked at without a system call.
-        self.looks: dict[int, Look] = {}
+        self.looks = Looks()
         self.timers = Timers()
         #: Users' callbacks to be run without the lock.
         self.deferred: deque[Callable[[], None]] = deque()
         self._followers: dict[threading.Lock, Waited] = {}
         self.spin = Spin(spin)
+        #: The same for who has slept already: more of a transfer comes soon, however long its beginning takes.
+        self.later_spin = Spin(spin)
+        self.courtesy = Courtesy()
         self.waker = Waker()
         self.drives = 0
         #: Signs of more to come: requests and replies that came alone (whence the last?), bells for what is not here.
         self.heralds = 0
         self.last_lone: Hint | None = None
-        self.background = Background(self, spin)
+        try:
+            self.background = Background(self, spin)
+        except OSError:  # no descriptor is left for its alarm
+            os.close(self.waker.fd)
+            raise
         self.watch(self.waker.fd, select.EPOLLIN, self.background.woken)
         forking.engines.add(self)
 
@@ -170,6 +180,8 @@ class Engine:
         leader = None
         if self.leading_thread == get_ident():  # else this thread stepped down before, and the lead is another's now
             leader, self.leader = self.leader, None
+            self.background.lead_is_free()  # and leads if this takes long
+            self.background.rearm()
         self.lock.release()
         return leader
 
@@ -192,6 +204,7 @@ class Engine:
 
     def drive(self, work: Waited, deadline: float) -> None:  # noqa: C901  # the hot path, written out for its speed
         """Return when `work` is done or the deadline has passed."""
+        spin = self.background.spin if work.yields else self.spin  # who leads for everybody learns for itself
         while True:
             leader = self.leader
             if leader is not None and not leader.yields:
@@ -205,7 +218,6 @@ class Engine:
                         self.work_off_backlog()
                     if work.finished:
                         return
-                    spin = self._spin_of(work)
                     if spin.skip:
                         spin.skip -= 1
                     elif spin.seconds:  # poll until `work` is done, or for so long without an event
@@ -213,14 +225,17 @@ class Engine:
                         if not self.drives % SWEEP:
                             self._sweep()
                         enough = hint is not None and not (self.writers or self.backlog) and hint.attend(work)
-                        if work.finished:
-                            spin.misses = 0
-                            return
                         if enough:
                             spin.miss()
+                        elif work.finished:
+                            spin.misses = 0
                         elif self._poll_for(work, spin, deadline):
                             return
-                    self._block(work, deadline)
+                        if work.finished:
+                            return
+                    self._block(work, deadline, spin)
+                    if not work.yields:
+                        spin = self.later_spin
                 finally:
                     if self.leader is work:
                         self.leader = None
@@ -238,10 +253,6 @@ class Engine:
                 finally:
                     self.acquire()
 
-    def _spin_of(self, work: Waited) -> Spin:
-        """Those who lead on behalf of everybody learn for themselves."""
-        return self.background.spin if work.yields else self.spin
-
     def forget(self, hint: Hint | None) -> None:
         """A connection is no more."""
         if self.last_lone is hint:
@@ -254,9 +265,13 @@ class Engine:
         poll, end = self.poll, 0.0
         while True:
             events = poll(0, EVENTS)
-            if (self.looks and self.look_around()) or events or self.backlog:  # none keeps the others waiting
+            late = events and end and perf_counter() >= end
+            if (self.looks and self.looks.serve_ready()) or events or self.backlog:  # none keeps the others waiting
                 if self._handle(events, work):
-                    spin.misses = 0
+                    if late:  # another process had the core meanwhile: a sleep would have done as well
+                        spin.miss()
+                    else:
+                        spin.misses = 0
                     return True
                 if work.yields:  # what it waits for is whatever comes
                     spin.misses = 0
@@ -292,21 +307,17 @@ class Engine:
         return self.spin.seconds * (SLOT_PATIENCE if self.writers and self.looks else 1)
 
     def _hand_over(self) -> None:
-        """The lead is free: a follower takes it, or the background thread looks for it again. If that still sleeps in
-        epoll, the bells that were to wake it have been answered by the leader: it must arm them anew."""
-        if self.looks and self.background.sleeping:
-            self.waker.release()
-        if not self._followers:
-            self.background.wake(urgent=False)
-            return
+        """The lead is free: a follower takes it, or the background thread looks for it again."""
         for parker, work in self._followers.items():
-            if not work.finished:
+            if not work.finished:  # else it has what it waits for, and is on its way out
                 if parker.locked():
                     parker.release()
-                return
-        self.background.wake(urgent=False)  # they all have what they wait for, and are on their way out
+                break
+        else:
+            self.background.lead_is_free()
+        self.background.rearm()
 
-    def _block(self, work: Waited, deadline: float) -> None:
+    def _block(self, work: Waited, deadline: float, spin: Spin) -> None:
         """Sleep until `work` is done, the deadline has passed, or polling may be worth while again."""
         while not work.finished and self.leader is work:
             if self.backlog:
@@ -325,10 +336,12 @@ class Engine:
             if self.backlog:  # a copy goes on
                 self.glance()
                 continue
-            if self.looks and self.arm():  # something came just now: more of it may be polled for
-                self._spin_of(work).skip = 0
+            if self.looks and self.looks.arm():  # something came just now: more of it may be polled for
+                spin.skip = 0
                 self._step_aside()
                 return
+            if self.background.expected and not work.yields:
+                self.background.lead_is_taken()
             work.parker, heralds, mark = self.waker, self.heralds, mark_of(work.hint)
             try:  # a signal's handler that raises does so when a call has returned: the lock is given back then
                 self.lock.release()
@@ -337,12 +350,12 @@ class Engine:
                 self.acquire()
                 work.parker = None
             self.dispatch(events)
-            spin = self._spin_of(work)
-            if work.yields or self.heralds != heralds:
+            if work.yields or (self.heralds != heralds and not work.finished):
                 spin.hit()
                 return
             if spin.slept(monotonic() - now, work.hint, mark):
                 return
+            spin = self.later_spin
 
     def _follow(self, work: Waited, deadline: float) -> None:
         """Sleep until `work` is done, the deadline has passed, the lead is free, or a callback is to be run."""
@@ -367,8 +380,13 @@ class Engine:
                         work.parker = None
                 if self.leader is None or self.leader.yields:
                     return
-        finally:
+        except BaseException:  # interrupted, perhaps when it was to lead
             del self._followers[parker]
+            if self.leader is None:
+                self._hand_over()
+            raise
+        finally:
+            self._followers.pop(parker, None)
 
     # ------------------------------------------------------------------ what a leader does
 
@@ -379,7 +397,7 @@ class Engine:
                 self.work_off_backlog()
             self._sweep()
             if self.looks and self.background.sleeping:  # and the bells that were to wake it may be answered now
-                self.arm()
+                self.looks.arm()
 
     def glance(self) -> None:
         """Between two pieces of a long piece of work: look once at everything, and let others have the lock."""
@@ -403,8 +421,7 @@ class Engine:
             if not leader.yields:
                 return False
             self.leader = None
-            if self.background.sleeping and self.looks:  # the bells that were to wake it may be answered by others now
-                self.waker.release()
+            self.background.rearm()
         spin = self.spin
         if spin.skip or self.backlog or self.writers or not spin.seconds:
             return False
@@ -415,31 +432,9 @@ class Engine:
 
     def _sweep(self) -> None:
         """Look at all connections once, so that none is left out."""
-        self.look_around()
+        self.looks.serve_ready()
         if not self.closed:  # by a handler of a request that was served just now
             self.dispatch(self.poll(0, EVENTS))
-
-    def look_around(self) -> bool:
-        """Serve what can be looked at without a system call. True: something happened."""
-        happened = False
-        for ready, _, serve in list(self.looks.values()):
-            if ready():
-                serve()
-                happened = True
-        return happened
-
-    def any_ready(self) -> bool:
-        """There is something for `look_around` to serve."""
-        return any(ready() for ready, _, _ in self.looks.values())
-
-    def arm(self) -> bool:
-        """Before sleeping: have everything ring that only rings on demand. True: something is there, and was served."""
-        happened = False
-        for _, arm, serve in list(self.looks.values()):
-            if arm():
-                serve()
-                happened = True
-        return happened
 
     def dispatch(self, events: list[tuple[int, int]]) -> None:
         handlers = self._handlers
@@ -482,9 +477,10 @@ class Engine:
         while self._occupied():  # waiters whose operation has failed are on their way out, and need the lock for it
             sleep(STEP_ASIDE)
         with self:
+            forking.engines.discard(self)  # first: a fork must not find descriptors that are another's by now
             self._epoll.close()
             os.close(self.waker.fd)
-            forking.engines.discard(self)
+            self.background.free()
 
     def _occupied(self) -> bool:
         with self:
@@ -492,9 +488,11 @@ class Engine:
             return leading or bool(self._followers)
 
     def forked(self) -> None:
-        """In a forked child: give up our copies of the descriptors, and nothing else."""
+        """In a forked child: give up our copies of the descriptors, and nothing else; once, for they may be another's
+        when that forks in turn."""
+        forking.engines.discard(self)
         self.lock = ForkedLock()
         self.closed = True
         self._epoll.close()
-        forking.divert(self._handlers)
+        forking.divert([*self._handlers, self.background.descriptor])
         self._handlers.clear()

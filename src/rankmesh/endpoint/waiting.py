@@ -1,9 +1,11 @@
-"""What threads wait on, and how long they poll before they sleep."""
+"""What threads wait on, what they look at meanwhile, and how long they poll before they sleep."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from os import sched_yield
+from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from rankmesh.errors import ClosedError
@@ -70,6 +72,32 @@ class Look(NamedTuple):
     serve: Callable[[], None]
 
 
+class Looks(dict[int, Look]):
+    """All that can be looked at without a system call, by descriptor."""
+
+    def serve_ready(self) -> bool:
+        """Serve what is there. True: something happened."""
+        happened = False
+        for ready, _, serve in list(self.values()):
+            if ready():
+                serve()
+                happened = True
+        return happened
+
+    def any_ready(self) -> bool:
+        """There is something to serve."""
+        return any(ready() for ready, _, _ in self.values())
+
+    def arm(self) -> bool:
+        """Before sleeping: have everything ring that only rings on demand. True: something is there, and was served."""
+        happened = False
+        for _, arm, serve in list(self.values()):
+            if arm():
+                serve()
+                happened = True
+        return happened
+
+
 class Backlogged(Protocol):
     """A connection with frames that were read and not yet looked at, because the leader already had what it wanted."""
 
@@ -133,6 +161,50 @@ class Spin:
     def miss(self) -> None:
         self.misses += 1
         self.skip = min((1 << min(self.misses, 8)) // 4, self.MOST)
+
+
+class Courtesy:
+    """Letting others run on this core between two looks (sched_yield): where ranks outnumber cores, one of them is who
+    is waited for, and gives the core back soon. A process that computes keeps it for its whole slice, milliseconds in
+    which the message lies there, while who sleeps in the kernel gets the core when it comes. So when most of the time
+    goes by in that way, nobody lets others run for a while, and who waits sleeps. (Now and then a rank takes as long
+    that has much to copy.)"""
+
+    #: Seconds that ranks seldom need.
+    LONG: Final = 0.001
+    #: So many seconds were lost, and that is half of the time since; whatever lies further back than the third says
+    #: nothing.
+    LOST: Final = 0.02
+    HALF: Final = 0.5
+    MEMORY: Final = 0.05
+    #: For how many times as long as it took nobody does so again.
+    PAUSE: Final = 25
+
+    __slots__ = ("_last", "_lost", "_since", "resumes")
+
+    def __init__(self) -> None:
+        #: When others may be let run again.
+        self.resumes = 0.0
+        #: Seconds that were lost to who took long, since when, and when the last did.
+        self._lost = self._since = self._last = 0.0
+
+    def let_others_run(self, began: float) -> float:
+        """The time is `began`. What it is afterwards."""
+        sched_yield()
+        now = perf_counter()
+        if now - began > self.LONG:
+            self._took_long(began, now)
+        return now
+
+    def _took_long(self, began: float, now: float) -> None:
+        if began - self._last > self.MEMORY:
+            self._lost, self._since = 0.0, began
+        self._last = now
+        self._lost += now - began
+        if self._lost >= self.LOST and self._lost >= self.HALF * (now - self._since):
+            pause = self.PAUSE * (now - began)
+            self.resumes = self._last = now + pause  # one that takes long right afterwards is enough then
+            self._since += pause
 
 
 class Waker:
