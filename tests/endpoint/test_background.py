@@ -170,6 +170,23 @@ def test_a_waiter_that_sleeps_when_it_looks_parks_it_again(clocked: Clocked) -> 
     waiting.result()
 
 
+def test_it_forgets_who_waited_before_it_sleeps_for_long(clocked: Clocked) -> None:
+    """Found: it held the wait that it had seen, with its result and its peer, for as long as it was parked or led."""
+    gc.collect()
+    assert clocked.last() is None, "parked, it holds a wait that is over"
+    waiting = clocked.fall_asleep()
+    clocked.look()
+    clocked.look()
+    assert clocked.engine.background.parked
+    clocked.end()
+    waiting.result()
+    del waiting
+    clocked.alarm.ring()
+    wait_until(lambda: clocked.engine.leader is clocked.engine.background, 5, "the background thread to lead")
+    gc.collect()
+    assert clocked.last() is None, "leading, it holds a wait that is over"
+
+
 def test_it_is_woken_at_once_where_that_is_urgent(clocked: Clocked) -> None:
     ran = threading.Event()
     clocked.engine.call_soon(ran.set)

@@ -18,7 +18,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Final
 
 from rankmesh.endpoint.alarm import Alarm
-from rankmesh.endpoint.waiting import EVENTS, Hint, Parker, Spin, poll_timeout
+from rankmesh.endpoint.waiting import EVENTS, Hint, Parker, Spin, Waited, poll_timeout
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.progress import Engine
@@ -114,7 +114,7 @@ class Background:
 
     def _run(self) -> None:
         engine = self._engine
-        seen_leader = None
+        seen_leader: Waited | None = None  # dropped before a long sleep: it holds results, buffers and its peer
         nap = NAP
         while True:
             self._rung = False
@@ -128,11 +128,13 @@ class Background:
                 if engine.closed:
                     return
                 if engine.leader is None:
+                    seen_leader = None
                     if self._urgent or engine.drives == self._seen_drives:
                         self._urgent = False
                         self._lead()
-                    self._seen_drives, seen_leader = engine.drives, None
+                    self._seen_drives = engine.drives
                 elif engine.leader is seen_leader and not engine.leader.yields:
+                    seen_leader = None
                     self.parked = True  # a long wait: its leader sets the alarm when it leaves
                 else:
                     seen_leader = engine.leader
