@@ -310,14 +310,14 @@ QUICK, SLOW, BOTH = (Copying.QUICKLY,), (Copying.SLOWLY,), (Copying.SLOWLY, Copy
         ("all_gather", 2, 511 << 10, NOT),
         ("all_gather", 2, 8 * MIB - 1, QUICK),
         ("all_gather", 2, 8 * MIB, BOTH),
-        ("all_gather", 4, 1024 * MIB, QUICK),
         ("all_gather", 4, 4 * MIB, NOT),
-        ("all_gather", 4, 8 * MIB, QUICK),
+        ("all_gather", 4, 16 * MIB - 1, QUICK),
+        ("all_gather", 4, 16 * MIB, BOTH),
         ("all_to_all", 16, 4 * MIB, QUICK),
-        ("all_to_all", 4, 8 * MIB - 1, QUICK),
-        ("all_to_all", 4, 8 * MIB, BOTH),
-        ("all_to_all", 2, 8 * MIB - 1, QUICK),
-        ("all_to_all", 2, 8 * MIB, BOTH),
+        ("all_to_all", 4, 4 * MIB - 1, QUICK),
+        ("all_to_all", 4, 4 * MIB, BOTH),
+        ("all_to_all", 2, 4 * MIB - 1, QUICK),
+        ("all_to_all", 2, 4 * MIB, BOTH),
         ("all_reduce", 2, 2 * MIB, QUICK),
         ("all_reduce", 2, 1024 * MIB, QUICK),
         ("all_reduce", 4, 64 * MIB, NOT),
@@ -425,7 +425,7 @@ def _one_is_slow(mesh: Mesh) -> list[int]:
     not; and the first where one rank's array is on small pages."""
     group, small, reads = _where_slow(mesh, Copying.SLOWLY if mesh.rank == 1 else Copying.QUICKLY)
     counts = []
-    for part, is_small in ((4 * MIB, False), (MIB, False), (4 * MIB, True)):
+    for part, is_small in ((4 * MIB, False), (MIB // 2, False), (4 * MIB, True)):
         reads.clear()
         given = np.full((3, part), mesh.rank, np.uint8)
         if is_small and mesh.rank == 2:

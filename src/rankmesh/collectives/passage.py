@@ -136,7 +136,9 @@ class Passage:
         self._sequence = sequence
         #: Of the first chunk. No serial is 0, which all words are at first.
         self._serial = (sequence + 1 << CHUNK_BITS) + ahead
-        self._first = sequence + ahead
+        #: Its slot. It follows on from those of the last call, if that was like this one: what another has just read is
+        #: in its cache, and takes longer to write to than what was read before that.
+        self._first = sequence + ahead if ahead else sequence * (self._steps[-1].number + 1)
         self._source = source
         self._target = target
         self._slots = stage.slots(source.dtype)

@@ -2,8 +2,8 @@
 (transport/pulling.py), with one copy instead of two, and a wait per call instead of one per chunk.
 
     publish   say in the words of the slot where source and target lie; the slot's memory is this rank's to use
-    agree     whether all have said that theirs lies on large pages; if not, the call goes through slots after all
     keep      copy what this rank itself gets of its source
+    agree     whether all have said that theirs lies on large pages; if not, the call goes through slots after all
     pull      copy what others have for this rank in their sources
     reduce    this rank's part, of all sources: the others' are pulled into the slot, which stays in the cache
     combined  say that this rank's part of its target is reduced
@@ -66,11 +66,11 @@ class _Pays(NamedTuple):
 #: Below, two copies through the cache are faster than a system call that has to find the other's pages. A copy by the
 #: kernel takes a third longer than our own, where it is quick: of all_to_all it spares one for each that is made, of
 #: the others a single one, whatever the number of ranks. Of reduce_scatter and the rest it spares none. Where it is
-#: slow, to agree takes ten microseconds, because nobody runs ahead of it; and on AMD's Zen 5 numpy's additions take up
-#: to ten times as long where their result goes to lines that another core has read, as it does where that is fetched.
+#: slow, only what lies on large pages is pulled, as arrays of 4 MiB do; and on AMD's Zen 5 numpy's additions take up to
+#: ten times as long where their result goes to lines that another core has read, as it does where that is fetched.
 _PAYS: Final = {
-    "all_gather": (_Pays(2, 256 * KIB, 4 * MIB), _Pays(3, 256 * KIB, _NEVER), _Pays(sys.maxsize, 2 * MIB, _NEVER)),
-    "all_to_all": (_Pays(2, 256 * KIB, 4 * MIB), _Pays(sys.maxsize, 256 * KIB, 2 * MIB)),
+    "all_gather": (_Pays(3, 256 * KIB, 4 * MIB), _Pays(sys.maxsize, 2 * MIB, 4 * MIB)),
+    "all_to_all": (_Pays(2, 256 * KIB, 2 * MIB), _Pays(sys.maxsize, 256 * KIB, MIB)),
     "all_reduce": (_Pays(3, MIB, _NEVER),),
     "broadcast": (_Pays(2, _NEVER, 4 * MIB),),
 }
@@ -217,8 +217,9 @@ class Pulling:
         """`source`: as those of its calls are."""
         #: Ranks look at each other's pages before.
         self._looks = stage.copying == Copying.SLOWLY
-        agree = Act(AGREE, tuple(rank for rank in range(len(stage.words)) if rank != stage.rank))
-        self.acts = (acts[0], agree, *acts[1:]) if self._looks else tuple(acts)
+        agree = (Act(AGREE, tuple(rank for rank in range(len(stage.words)) if rank != stage.rank)),)
+        alone = next(at for at, act in enumerate(acts) if act.ranks)
+        self.acts = (*acts[:alone], *(agree if self._looks else ()), *acts[alone:])
         self.steps = len(self.acts)
         #: Others read the source; and the target, too.
         self._is_read = acts[0].stop > 0

@@ -6,8 +6,8 @@ Each rank has a segment that it writes and the others only read (it is sealed ag
     page 1 …  SLOTS slots of SLOT_BYTES, from the middle of the page on
 
 Rules:
-1. A serial number names a chunk of a call: the group's sequence number and the chunk's. It goes into the slot of that
-   number; a rank says STAGED (COMBINED) by writing the digest of its call, then the serial, after the bytes. x86 keeps
+1. A serial number names a chunk of a call: the group's sequence number and the chunk's. Chunks of calls that are alike
+   go into one slot after the other, and which that is follows from the call; a rank says STAGED (COMBINED) by writing the digest of its call, then the serial, after the bytes. x86 keeps
    stores in order, and loads: who sees the serial sees the rest.
 2. Calls that differ have different digests, so their words never match, and they stall like calls whose messages do
    not match; agent.py finds out why.
