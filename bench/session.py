@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import Effort, Plan, Result, SubjectFailed, World, run_interleaved
+from hops import look, said
 from report import Column, Target, as_json, judge, size_text, subjects_table, sweep_table, verdicts_table
 from subjects import ENTRIES
 
@@ -95,6 +96,8 @@ class Session:
     sizes: Sequence[int] = ()
     results: list[Result] = field(default_factory=list)
     sweep: list[Result] = field(default_factory=list)
+    #: How far apart the cores were, before each plan (hops.py).
+    hops: list[int] = field(default_factory=list)
     #: By subject, in the order of the table: its version, or why it has no figures.
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -146,6 +149,8 @@ class Session:
                     worlds.update(self.start_worlds(stack, plans, [name], ranks, self.cores))
             for plan, names in taking_part.items():
                 present = {name: worlds[name] for name in names if name in worlds}
+                if len(self.cores) > 1:
+                    self.hops.append(look(self.cores))
                 self.results.extend(run_interleaved(plan, self.effort, present, self.progress))
             present = {name: worlds[name] for name in swept if name in worlds}
             for nbytes in SWEEP_SIZES if present else ():
@@ -175,6 +180,8 @@ def print_report(console: Console, session: Session, about: dict[str, Any]) -> N
         console.print("[yellow]Only one core: both processes share it, and no target means anything here.[/]")
     if about["load_before"] > QUIET_LOAD:
         console.print("[yellow]Other programs were running: trust the ratios more than the times, and neither much.[/]")
+    if session.hops:
+        console.print(said(session.hops))
     bench = session.bench
     title = f"Processes pinned to two cores: medians of {session.effort.rounds} interleaved rounds (least – greatest)"
     for columns in (bench.columns, *bench.further_columns):
@@ -249,7 +256,7 @@ def main(bench: Bench) -> None:
     print_report(console, session, about)
     if arguments.json:
         recorded = as_json([*session.results, *session.sweep], judge(bench.targets, session.results))
-        document = {"environment": about, "subjects": session.notes, **recorded}
+        document = {"environment": {**about, "hops_ns": session.hops}, "subjects": session.notes, **recorded}
         text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
         if arguments.json == "-":
             sys.stdout.write(text)

@@ -20,7 +20,7 @@ PURE = frozenset(
     for name in (
         "test_buffers", "test_codec", "test_config", "test_errors", "test_exports",
         "wire/test_credit", "wire/test_handshake", "wire/test_header", "wire/test_messages", "wire/test_parser",
-        "collectives/test_plans", "collectives/test_staging",
+        "collectives/test_distance", "collectives/test_plans", "collectives/test_staging",
         "endpoint/test_lanes", "endpoint/test_matching", "endpoint/test_pool", "endpoint/test_posted",
         "launch/test_plan", "membership/test_environment", "membership/test_nodelist",
         "memory/test_layout", "rpc/test_rpc_protocol", "transport/test_address",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rankmesh.collectives.distance import Distance
 from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED, Way
 from rankmesh.transport.pulling import Copying, Puller
 
@@ -30,6 +31,7 @@ class MemoryStage:
         #: All memory is this process's own.
         self.pullers = {q: Puller(os.getpid()) for q in range(size)}
         self.copying = Copying.QUICKLY
+        self.distance = Distance(rank, size)
 
     def slots(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         return self._slots
@@ -57,10 +59,14 @@ class MemoryStage:
         self.words[self.rank][word + 2 : word + 4] = [source, target]
         self.staged(slot, serial, digest)
 
-    def withdraw(self, sequence: int) -> None:
-        for word in (STAGED[sequence % SLOTS], COMBINED[sequence % SLOTS]):
-            if self.words[self.rank][word] == sequence + 1 << CHUNK_BITS:
+    def withdraw(self, slot: int, serial: int, digest: int) -> None:
+        for word in (STAGED[slot], COMBINED[slot]):
+            if self.words[self.rank][word : word + 2] == [serial, digest]:
                 self.words[self.rank][word] = 0
+
+    def take_back(self, slot: int, serial: int) -> None:
+        if self._held[slot] == serial:
+            self._held[slot] = 0
 
     def combined(self, slot: int, serial: int, digest: int) -> None:
         self._say(COMBINED[slot], serial, digest)
@@ -103,3 +109,43 @@ def run(calls: list[list[Callable[[], Way]]], rng: np.random.Generator) -> None:
         else:
             assert passage.awaited() != []
             stuck.add(rank)
+
+
+def in_order(left: Array, right: Array, out: Array) -> None:
+    """An operation whose result shows in which order it was applied."""
+    np.add(left * 3, right, out=out)
+
+
+def total(rows: Array) -> Array:
+    result: Array = rows[0]
+    for row in rows[1:]:
+        result = result * 3 + row
+    return result
+
+
+def arrays(name: str, given: Array, in_place: bool, root: int = 0) -> tuple[list[Array], list[Array], list[Array]]:
+    """What each rank brings, gets, and should get. `given`: [rank, rank, part]."""
+    size, _, part = given.shape
+    if name == "broadcast":
+        array = [given[rank, 0].copy() for rank in range(size)]
+        return array, array, [given[root, 0].copy()] * size
+    if name == "all_reduce":
+        source = [given[rank, 0].copy() for rank in range(size)]
+        target = source if in_place else [np.full(part, -1) for _ in range(size)]
+        return source, target, [total(given[:, 0])] * size
+    if name == "reduce_scatter":
+        target = [np.full(part, -1) for _ in range(size)]
+        return [given[rank].ravel() for rank in range(size)], target, [total(given[:, rank]) for rank in range(size)]
+    target = [np.full(size * part, -1) for _ in range(size)]
+    if name == "all_to_all":
+        return (
+            [given[rank].ravel().copy() for rank in range(size)],
+            target,
+            [given[:, rank].ravel() for rank in range(size)],
+        )
+    source = [given[rank, 0].copy() for rank in range(size)]
+    if in_place:
+        for rank in range(size):
+            target[rank][rank * part : (rank + 1) * part] = source[rank]
+            source[rank] = target[rank][rank * part : (rank + 1) * part]
+    return source, target, [given[:, 0].ravel()] * size

@@ -21,56 +21,20 @@ import rankmesh.collectives.stage
 from rankmesh import Config, DeadlineError, Group, Mesh, PeerLost, TransferAborted
 from rankmesh.collectives import founding, pulling
 from rankmesh.collectives.calls import Signature
-from rankmesh.collectives.passage import Recipe, steps
+from rankmesh.collectives.passage import steps
 from rankmesh.collectives.pulling import FETCH, PUBLISH, PulledPassage, Pulling, Sizes, acts, pays
+from rankmesh.collectives.recipe import Recipe
 from rankmesh.collectives.stage import CHUNK_BITS, DONE, Way
 from rankmesh.collectives.staged import StagedCollective
 from rankmesh.collectives.staging import Case
 from rankmesh.transport.pulling import Copying, Puller
 from ranks import Outcome, Ranks, attempt, run_ranks
-from stages import ROOM, Array, MemoryStage, run, shared_by
+from stages import ROOM, Array, MemoryStage, arrays, in_order, run, shared_by
 from timing import scaled, wait_until
 
 CONFIG = Config(timeout=scaled(20))
 MIB = 1 << 20
 NAMES = ["all_gather", "all_to_all", "all_reduce", "broadcast"]
-
-
-def in_order(left: Array, right: Array, out: Array) -> None:
-    """An operation whose result shows in which order it was applied."""
-    np.add(left * 3, right, out=out)
-
-
-def total(rows: Array) -> Array:
-    result: Array = rows[0]
-    for row in rows[1:]:
-        result = result * 3 + row
-    return result
-
-
-def arrays(name: str, given: Array, in_place: bool) -> tuple[list[Array], list[Array], list[Array]]:
-    """What each rank brings, gets, and should get. `given`: [rank, rank, part]."""
-    size, _, part = given.shape
-    if name == "broadcast":
-        array = [given[rank, 0].copy() for rank in range(size)]
-        return array, array, [given[0, 0].copy()] * size
-    if name == "all_reduce":
-        source = [given[rank, 0].copy() for rank in range(size)]
-        target = source if in_place else [np.full(part, -1) for _ in range(size)]
-        return source, target, [total(given[:, 0])] * size
-    target = [np.full(size * part, -1) for _ in range(size)]
-    if name == "all_to_all":
-        return (
-            [given[rank].ravel().copy() for rank in range(size)],
-            target,
-            [given[:, rank].ravel() for rank in range(size)],
-        )
-    source = [given[rank, 0].copy() for rank in range(size)]
-    if in_place:
-        for rank in range(size):
-            target[rank][rank * part : (rank + 1) * part] = source[rank]
-            source[rank] = target[rank][rank * part : (rank + 1) * part]
-    return source, target, [given[:, 0].ravel()] * size
 
 
 def recipe_of(name: str, rank: int, size: int, part: int, digest: int = 1) -> Recipe:

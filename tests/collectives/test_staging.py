@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rankmesh.collectives.calls import Signature
 from rankmesh.collectives.express import FORMS, SlicedExpress, SmallExpress
-from rankmesh.collectives.passage import Passage, Recipe, steps
+from rankmesh.collectives.passage import steps
+from rankmesh.collectives.recipe import Recipe
 from rankmesh.collectives.stage import CHUNK_BITS, SLOTS, Way
 from rankmesh.collectives.staging import Case
 from stages import ROOM, MemoryStage, run, shared_by
@@ -22,7 +23,7 @@ from stages import ROOM, MemoryStage, run, shared_by
 Array = np.ndarray[Any, Any]
 
 
-def begun(stage: Any, recipe: Recipe, sequence: int, source: Array, target: Array, by_express: bool) -> Passage:
+def begun(stage: Any, recipe: Recipe, sequence: int, source: Array, target: Array, by_express: bool) -> Way:
     """A call that may have gone by express, as far as that took it."""
     taken = 0
     form = next((form for form in FORMS if form.serves(recipe.steps)), None)
@@ -30,7 +31,7 @@ def begun(stage: Any, recipe: Recipe, sequence: int, source: Array, target: Arra
         express = form(stage, recipe.steps, recipe.digest, recipe.apply, source, target)
         taken = express.run(sequence, source, target)
         assert taken <= express.steps
-    return Passage(stage, recipe, sequence, source, target, taken)
+    return recipe.passage(stage, sequence, source, target, taken)
 
 
 def arrays(name: str, given: Array, root: int) -> tuple[list[Array], list[Array], list[Array | None]]:
@@ -103,7 +104,7 @@ def test_a_barrier_waits_for_all() -> None:
     recipes = [Recipe(Signature("barrier"), 1, steps("barrier", Case(rank, 3, 0, 0, ROOM))) for rank in range(3)]
     nothing = np.empty(0, np.int64)
     stages = [MemoryStage(rank, 3, shared) for rank in range(3)]
-    first, second, third = (Passage(stages[r], recipes[r], 0, nothing, nothing) for r in range(3))  # type: ignore[arg-type]
+    first, second, third = (recipes[r].passage(stages[r], 0, nothing, nothing) for r in range(3))  # type: ignore[arg-type]
     first.step()
     assert not first.may_step()
     assert first.awaited() == [1, 2]
@@ -124,8 +125,8 @@ def test_calls_that_wait_twice_go_by_express() -> None:
     assert express[0].run(0, source[0], target[0]) == 1, "the other has not come"
     assert express[1].run(0, source[1], target[1]) == 2, "the other has not combined"
     first, second = (
-        Passage(
-            stages[rank], Recipe(Signature("all_reduce"), 1, order[rank], np.add), 0, source[rank], target[rank], taken
+        Recipe(Signature("all_reduce"), 1, order[rank], np.add).passage(
+            stages[rank], 0, source[rank], target[rank], taken
         )
         for rank, taken in ((0, 1), (1, 2))
     )
@@ -203,8 +204,8 @@ def test_calls_that_differ_never_match() -> None:
     shared, ones = shared_by(2), np.ones(4, np.int64)
     order = [steps("all_reduce whole", Case(rank, 2, 0, 4, ROOM)) for rank in range(2)]
     stages = [MemoryStage(rank, 2, shared) for rank in range(2)]
-    mine = Passage(stages[0], Recipe(Signature("all_reduce"), 1, order[0], np.add), 0, ones, ones)  # type: ignore[arg-type]
-    other = Passage(stages[1], Recipe(Signature("all_reduce"), 2, order[1], np.add), 0, ones, ones)  # type: ignore[arg-type]
+    mine = Recipe(Signature("all_reduce"), 1, order[0], np.add).passage(stages[0], 0, ones, ones)  # type: ignore[arg-type]
+    other = Recipe(Signature("all_reduce"), 2, order[1], np.add).passage(stages[1], 0, ones, ones)  # type: ignore[arg-type]
     mine.step()
     other.step()
     assert not mine.may_step()
@@ -217,8 +218,8 @@ def test_who_gives_up_holds_nobody_up() -> None:
     order = [steps("broadcast", Case(rank, 2, 0, ROOM * (SLOTS + 1), ROOM)) for rank in range(2)]
     data = np.arange(ROOM * (SLOTS + 1))
     stages = [MemoryStage(rank, 2, shared) for rank in range(2)]
-    root = Passage(stages[0], Recipe(Signature("broadcast"), 1, order[0]), 0, data, data)  # type: ignore[arg-type]
-    leaf = Passage(stages[1], Recipe(Signature("broadcast"), 1, order[1]), 0, data.copy(), data.copy())  # type: ignore[arg-type]
+    root = Recipe(Signature("broadcast"), 1, order[0]).passage(stages[0], 0, data, data)  # type: ignore[arg-type]
+    leaf = Recipe(Signature("broadcast"), 1, order[1]).passage(stages[1], 0, data.copy(), data.copy())  # type: ignore[arg-type]
     while root.may_step() and not root.ended:
         root.step()
     assert root.awaited() == [1], "all slots are full"

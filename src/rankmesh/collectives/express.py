@@ -8,11 +8,13 @@ call differs, is left to a Passage, which goes on where this ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from types import EllipsisType
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from rankmesh.collectives.distance import LEAST
 from rankmesh.collectives.kinds import Array, Operation
 from rankmesh.collectives.passage import COMBINE, FETCH, STAGE, Step
 from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, SLOTS, STAGED, Stage
@@ -55,6 +57,7 @@ class SmallExpress:
         "_slices",
         "_stage",
         "_stages",
+        "_timed",
         "_words",
         "may_overlap",
         "steps",
@@ -68,10 +71,14 @@ class SmallExpress:
         apply: Operation | None,
         source: Array,
         target: Array,
+        timed: bool = False,
     ) -> None:
-        """`source`, `target`: as those of its calls are."""
+        """`source`, `target`: as those of its calls are. `timed`: it matters how long it takes to write to slots."""
         chunk = steps[0].chunk
         combine, keep = chunk.combine, chunk.keep
+        moved = sum(stop - start for start, stop, _ in chunk.stage) * source.itemsize
+        #: Bytes whose writing to a slot is timed; 0: it is not.
+        self._timed = moved if timed and moved >= LEAST else 0
         self._stage = stage
         self._digest = digest
         self._apply = apply
@@ -131,8 +138,11 @@ class SmallExpress:
         if self._stages:
             if not stage.free(slot):
                 return 0
+            began = perf_counter() if self._timed else 0.0
             for into, piece in moves:
                 into[...] = source[piece]
+            if self._timed:
+                stage.distance.wrote(self._timed, perf_counter() - began)
             stage.staged(slot, serial, digest)
             if self._keep is not None:
                 place, piece = self._keep
@@ -183,8 +193,9 @@ class SlicedExpress(SmallExpress):
         apply: Operation | None,
         source: Array,
         target: Array,
+        timed: bool = False,
     ) -> None:
-        super().__init__(stage, steps, digest, apply, source, target)
+        super().__init__(stage, steps, digest, apply, source, target, timed)
         chunk = steps[0].chunk
         combine = chunk.combine
         assert combine is not None, "it combines"

@@ -4,17 +4,16 @@ what that waits for is there, and knows nothing of who drives it: the caller its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
+from time import perf_counter
 from typing import Final, NamedTuple, Protocol
 
 from rankmesh.buffers import copy
-from rankmesh.collectives.calls import Signature
+from rankmesh.collectives.distance import LEAST
 from rankmesh.collectives.kinds import Array, Operation
-from rankmesh.collectives.pulling import Act, PulledPassage, Pulling
-from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED, Stage, Way
+from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED, Stage
 from rankmesh.collectives.staging import Case, Chunk, chunks
-from rankmesh.transport.pulling import Copying
 
 STAGE: Final = 0
 COMBINE: Final = 1
@@ -32,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Express(Protocol):
-    """Takes the steps of a recipe's calls, written out, as long as nobody is late (express.py, pulling.py)."""
+    """Takes the steps of a recipe's calls as long as nobody is late: express.py, pulling.py, leading.py."""
 
     #: How many there are.
     steps: int
@@ -43,44 +42,6 @@ class Express(Protocol):
 
     def close(self) -> None:
         """The stage is no more: let go of its memory."""
-
-
-class Recipe(NamedTuple):
-    """What calls that are alike share. `apply` reduces, where anything is reduced; `express` serves them while nobody
-    is late; source and target `may_overlap` as they like. `acts`: how they are pulled instead, where that `pays`
-    because of how the kernel copies (pulling.py)."""
-
-    signature: Signature
-    digest: int
-    steps: tuple[Step, ...]
-    apply: Operation | None = None
-    express: Express | None = None
-    may_overlap: bool = False
-    acts: tuple[Act, ...] = ()
-    pays: tuple[Copying, ...] = ()
-
-    def passage(self, stage: Stage, sequence: int, source: Array, target: Array, taken: int = 0) -> Way:
-        """A call's way. `taken`: so many steps were taken before."""
-        if self.pulled(stage):
-            pulling = self.express
-            if not isinstance(pulling, Pulling):
-                pulling = Pulling(stage, self.acts, self.digest, self.apply, source)
-            pulled = PulledPassage(pulling, sequence, source, target, taken)
-            if stage.copying == Copying.QUICKLY:
-                return pulled
-            return EitherPassage(pulled, partial(Passage, stage, self, sequence, source, target, ahead=1))
-        return Passage(stage, self, sequence, source, target, taken)
-
-    def give_up(self, stage: Stage | None, sequence: int) -> None:
-        """A call of which there is no Passage."""
-        if stage is None:
-            return
-        if self.pulled(stage):
-            stage.withdraw(sequence)
-        stage.give_up(sequence)
-
-    def pulled(self, stage: Stage) -> bool:
-        return stage.copying in self.pays
 
 
 @lru_cache(maxsize=1024)
@@ -98,6 +59,12 @@ def steps(name: str, case: Case) -> tuple[Step, ...]:
                 ranks = () if what == STAGE else chunk.combined_by if combined else chunk.staged_by
                 order.append(Step(what, number, chunk, ranks, COMBINED if combined else STAGED))
     return tuple(order)
+
+
+def first_slot(sequence: int, steps: Sequence[Step]) -> int:
+    """Modulo SLOTS: that of a call's first chunk. It follows on from those of the last call, if that was like this one:
+    what another has just read is in its cache, and takes longer to write to than what was read before that."""
+    return sequence * (steps[-1].number + 1)
 
 
 def _needed(what: int, chunk: Chunk) -> bool:
@@ -124,21 +91,34 @@ class Passage:
         "_stage",
         "_steps",
         "_target",
+        "_timed",
     )
 
     def __init__(
-        self, stage: Stage, recipe: Recipe, sequence: int, source: Array, target: Array, taken: int = 0, ahead: int = 0
+        self,
+        stage: Stage,
+        steps: Sequence[Step],
+        digest: int,
+        apply: Operation | None,
+        sequence: int,
+        source: Array,
+        target: Array,
+        taken: int = 0,
+        ahead: int = 0,
+        timed: bool = False,
     ) -> None:
-        """`taken`: so many steps were taken before. `ahead`: so many slots, and serials, the call has used before."""
+        """`taken`: so many steps were taken before. `ahead`: so many slots, and serials, the call has used before.
+        `timed`: it matters how long it takes to write to slots."""
         self._stage = stage
-        _, self._digest, self._steps, self._apply, *_ = recipe
+        self._steps = steps
+        self._digest = digest
+        self._apply = apply
         self._at = taken
         self._sequence = sequence
         #: Of the first chunk. No serial is 0, which all words are at first.
         self._serial = (sequence + 1 << CHUNK_BITS) + ahead
-        #: Its slot. It follows on from those of the last call, if that was like this one: what another has just read is
-        #: in its cache, and takes longer to write to than what was read before that.
-        self._first = sequence + ahead if ahead else sequence * (self._steps[-1].number + 1)
+        self._timed = timed
+        self._first = sequence + ahead if ahead else first_slot(sequence, steps)
         self._source = source
         self._target = target
         self._slots = stage.slots(source.dtype)
@@ -197,10 +177,13 @@ class Passage:
         return True
 
     def _put(self, chunk: Chunk, own: Array) -> None:
-        source = self._source
+        source, began, moved = self._source, perf_counter(), 0
         for start, stop, at in chunk.stage:
             length = stop - start
             own[at : at + length] = source if length == len(source) else source[start:stop]
+            moved += length
+        if self._timed and moved * own.itemsize >= LEAST:
+            self._stage.distance.wrote(moved * own.itemsize, perf_counter() - began)
 
     def _combine(self, chunk: Chunk, slot: int) -> bool:
         """True: others are to see the result."""
@@ -244,38 +227,3 @@ class Passage:
 
     def give_up(self) -> None:
         self._stage.give_up(self._sequence)
-
-
-class EitherPassage:
-    """A call that is pulled, unless its ranks find that it had better not be: then it goes through slots."""
-
-    __slots__ = ("_make", "_pulled", "_way")
-
-    def __init__(self, pulled: PulledPassage, make: Callable[[], Passage]) -> None:
-        self._pulled = pulled
-        self._make = make
-        self._way: Way = pulled
-
-    @property
-    def ended(self) -> bool:
-        return self._way.ended
-
-    def may_step(self) -> bool:
-        return self._way.may_step()
-
-    def step(self) -> bool:
-        if self._way.step():
-            return True
-        if self._way is self._pulled and self._pulled.refused:
-            self._way = self._make()
-            return True
-        return False
-
-    def wanted(self) -> tuple[int, int, Sequence[int]]:
-        return self._way.wanted()
-
-    def awaited(self) -> list[int]:
-        return self._way.awaited()
-
-    def give_up(self) -> None:
-        self._pulled.give_up()

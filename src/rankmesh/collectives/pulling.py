@@ -3,7 +3,8 @@
 
     publish   say in the words of the slot where source and target lie; the slot's memory is this rank's to use
     keep      copy what this rank itself gets of its source
-    agree     whether all have said that theirs lies on large pages; if not, the call goes through slots after all
+    agree     whether all have said that theirs lies on large pages, or the leader that the call is pulled (leading.py);
+              if not, it goes through slots after all
     pull      copy what others have for this rank in their sources
     reduce    this rank's part, of all sources: the others' are pulled into the slot, which stays in the cache
     combined  say that this rank's part of its target is reduced
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -162,6 +163,13 @@ def all_reduce(case: Case, width: Sizes) -> Iterator[Act]:
             yield Act(FETCH, (rank,), start, start, stop)
 
 
+def reduce_scatter(case: Case, width: Sizes) -> Iterator[Act]:
+    yield Act(PUBLISH, at=-1, stop=case.size * case.part)
+    own = case.rank * case.part
+    for start, stop in _pieces(own, own + case.part, width.reduced):
+        yield Act(REDUCE, case.others, start - own, start, stop)
+
+
 def broadcast(case: Case, width: Sizes) -> Iterator[Act]:
     """Source and target are one array."""
     yield Act(PUBLISH, stop=case.part if case.rank == case.root else 0)
@@ -174,6 +182,7 @@ MAKERS: Final[dict[str, Callable[[Case, Sizes], Iterator[Act]]]] = {
     "all_gather": all_gather,
     "all_to_all": all_to_all,
     "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
     "broadcast": broadcast,
 }
 
@@ -196,6 +205,8 @@ def acts(name: str, case: Case, width: Sizes) -> tuple[Act, ...]:
 
 class _Call(NamedTuple):
     serial: int
+    #: Behind all that other ways of the same call could have.
+    last: int
     slot: int
     #: Lives as long as others may read it.
     source: Array
@@ -205,27 +216,40 @@ class _Call(NamedTuple):
     target_at: int
 
 
-def _call(sequence: int, source: Array, target: Array) -> _Call:
-    return _Call(sequence + 1 << CHUNK_BITS, sequence % SLOTS, source, target, source.ctypes.data, target.ctypes.data)
+def _call(sequence: int, slot: int, source: Array, target: Array) -> _Call:
+    serial, last = sequence + 1 << CHUNK_BITS, (sequence + 2 << CHUNK_BITS) - 1
+    return _Call(serial, last, slot % SLOTS, source, target, source.ctypes.data, target.ctypes.data)
 
 
 class Pulling:
     """All calls of one recipe in one group. As an Express it takes their steps as long as nobody is late. Methods need
     the engine's lock."""
 
-    def __init__(self, stage: Stage, acts: Sequence[Act], digest: int, apply: Operation | None, source: Array) -> None:
-        """`source`: as those of its calls are."""
+    def __init__(
+        self,
+        stage: Stage,
+        acts: Sequence[Act],
+        digest: int,
+        apply: Operation | None,
+        source: Array,
+        leader: int = -1,
+        chunks: int = 1,
+    ) -> None:
+        """`source`: as those of its calls are. `leader`: it says whether they are pulled (-1: they are). `chunks`: as
+        many as they have where they go through slots instead (leading.py)."""
         #: Ranks look at each other's pages before.
-        self._looks = stage.copying == Copying.SLOWLY
-        agree = (Act(AGREE, tuple(rank for rank in range(len(stage.words)) if rank != stage.rank)),)
+        self._looks = leader < 0 and stage.copying == Copying.SLOWLY
+        whose = range(len(stage.words)) if self._looks else (leader,) if leader >= 0 else ()
+        ranks = tuple(rank for rank in whose if rank != stage.rank)
         alone = next(at for at, act in enumerate(acts) if act.ranks)
-        self.acts = (*acts[:alone], *(agree if self._looks else ()), *acts[alone:])
+        self.acts = (*acts[:alone], *((Act(AGREE, ranks),) if ranks else ()), *acts[alone:])
         self.steps = len(self.acts)
+        self._chunks = chunks
         #: Others read the source; and the target, too.
         self._is_read = acts[0].stop > 0
         self._is_fetched = any(act.what == FETCH for act in acts)
         self.stage = stage
-        self._digest = digest
+        self.digest = digest
         self._apply = apply
         self._slots = stage.slots(source.dtype)[stage.rank]
         self._slots_at = [slot.ctypes.data for slot in self._slots]
@@ -240,7 +264,7 @@ class Pulling:
 
     def run(self, sequence: int, source: Array, target: Array) -> int:
         """How many steps were taken."""
-        call = _call(sequence, source, target)
+        call = _call(sequence, sequence * self._chunks, source, target)
         if not (self.stage.free(call.slot) and self._stays(call) and self._is_reached(call)):
             return 0
         taken, contenders = 0, self.stage.contenders
@@ -271,7 +295,7 @@ class Pulling:
                 its = words[rank]
                 if its[word] < serial and not (patient and self.stage.comes(its, word, serial)):
                     return False
-                if what != HOLD and (its[word] != serial or its[word + 1] != self._digest):
+                if what != HOLD and (its[word] != serial or its[word + 1] != self.digest):
                     return False
         return True
 
@@ -281,7 +305,7 @@ class Pulling:
         itemsize = call.target.itemsize
         if what == PUBLISH:
             source = call.source_at | self._pages
-            self.stage.publish(call.slot, call.serial, self._digest, source, call.target_at)
+            self.stage.publish(call.slot, call.serial, self.digest, source, call.target_at)
         elif what == KEEP:
             if call.source_at + start * itemsize != call.target_at + at * itemsize:  # else it is there
                 copy(call.target[at : at + stop - start], call.source[start:stop])
@@ -289,13 +313,13 @@ class Pulling:
             if not self._reduce(call, at, start, stop):
                 return False
         elif what == SAY_COMBINED:
-            self.stage.combined(call.slot, call.serial, self._digest)
+            self.stage.combined(call.slot, call.serial, self.digest)
         elif what not in (HOLD, AGREE):
             into, nbytes = call.target_at + start * itemsize, (stop - start) * itemsize
             if not self._pull(call, ranks[0], _WORDS[what][call.slot], what == FETCH, into, at * itemsize, nbytes):
                 return False
         if last:
-            self.stage.done(call.serial)
+            self.stage.done(call.last)
         return True
 
     def _pull(self, call: _Call, rank: int, word: int, of_target: bool, into: int, at: int, nbytes: int) -> bool:
@@ -331,10 +355,10 @@ class Pulling:
 
     def _stays(self, call: _Call) -> bool:
         """Nothing of the source is written before others have read it."""
-        _, _, source, target, address, into = call
+        source, target, address, into = call.source, call.target, call.source_at, call.target_at
         if address >= into + target.nbytes or into >= address + source.nbytes:
             return True
-        own_place = self.acts[0].at
+        own_place: int = self.acts[0].at
         return own_place >= 0 and address == into + own_place * source.itemsize
 
     def _is_reached(self, call: _Call) -> bool:
@@ -350,19 +374,20 @@ class Pulling:
         return self._reached == places
 
     def agreed(self, call: _Call) -> bool:
-        """All have published, and all their arrays lie on large pages."""
+        """Nobody has a reason why it should not be pulled."""
         word = STAGED[call.slot] + 2
-        return all(its[word] & _ON_LARGE_PAGES for its in self.stage.words)
+        return not self._looks or all(its[word] & _ON_LARGE_PAGES for its in self.stage.words)
 
     def call(self, sequence: int, source: Array, target: Array, taken: int) -> _Call:
         """Of whose steps so many were taken; if none, one whose arrays can be published: copies, where they must be."""
-        call = _call(sequence, source, target)
+        begin = partial(_call, sequence, sequence * self._chunks)
+        call = begin(source, target)
         if taken or (self._stays(call) and self._is_reached(call)):
             return call
         if call.source_at == call.target_at and source.nbytes == target.nbytes:
             both = source.copy()
-            return _call(sequence, both, both)
-        return _call(sequence, source.copy(), np.empty_like(target) if self._is_fetched else target)
+            return begin(both, both)
+        return begin(source.copy(), np.empty_like(target) if self._is_fetched else target)
 
 
 class PulledPassage:
@@ -415,5 +440,6 @@ class PulledPassage:
         return [rank for rank in ranks if self._failed or self._pulling.stage.words[rank][word] < serial]
 
     def give_up(self) -> None:
-        self._pulling.stage.withdraw(self._sequence)
-        self._pulling.stage.give_up(self._sequence)
+        call, stage = self._call, self._pulling.stage
+        stage.withdraw(call.slot, call.serial, self._pulling.digest)
+        stage.give_up(self._sequence)

@@ -6,9 +6,10 @@ Each rank has a segment that it writes and the others only read (it is sealed ag
     page 1 …  SLOTS slots of SLOT_BYTES, from the middle of the page on
 
 Rules:
-1. A serial number names a chunk of a call: the group's sequence number and the chunk's. Chunks of calls that are alike
-   go into one slot after the other, and which that is follows from the call; a rank says STAGED (COMBINED) by writing the digest of its call, then the serial, after the bytes. x86 keeps
-   stores in order, and loads: who sees the serial sees the rest.
+1. A serial number names a chunk of a call: the group's sequence number and the chunk's. Which slot it goes into
+   follows from the call; chunks of calls that are alike take one after the other. A rank says STAGED (COMBINED) by
+   writing the digest of its call, then the serial, after the bytes. x86 keeps stores in order, and loads: who sees the
+   serial sees the rest.
 2. Calls that differ have different digests, so their words never match, and they stall like calls whose messages do
    not match; agent.py finds out why.
 3. DONE says up to which serial a rank no longer reads anybody's slots. A slot is written again when all are done with
@@ -38,6 +39,7 @@ from weakref import WeakSet
 import numpy as np
 
 from rankmesh.buffers import MID_PAGE, PAGE
+from rankmesh.collectives.distance import Distance
 from rankmesh.config import KIB
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.timers import Timer
@@ -172,6 +174,8 @@ class Stage:
         self.crowded = len(segments) >= len(sched_getaffinity(0))
         #: Ends it, while anything is postponed.
         self._reminder: Timer | None = None
+        #: Which way calls go that may go either way.
+        self.distance = Distance(rank, len(segments))
         #: What holds slices of the memory.
         self.express: WeakSet[Express] = WeakSet()
 
@@ -240,11 +244,16 @@ class Stage:
         self._own[word + 2], self._own[word + 3] = source, target
         self.staged(slot, serial, digest)
 
-    def withdraw(self, sequence: int) -> None:
+    def withdraw(self, slot: int, serial: int, digest: int) -> None:
         """They are not to be read any more."""
-        for word in (STAGED[sequence % SLOTS], COMBINED[sequence % SLOTS]):
-            if self._own[word] == sequence + 1 << CHUNK_BITS:
+        for word in (STAGED[slot], COMBINED[slot]):
+            if self._own[word] == serial and self._own[word + 1] == digest:
                 self._own[word] = 0
+
+    def take_back(self, slot: int, serial: int) -> None:
+        """Nobody reads that of this rank, if it was said: the call goes another way, and needs the slot again."""
+        if self._held[slot] == serial:
+            self._held[slot] = 0
 
     def combined(self, slot: int, serial: int, digest: int) -> None:
         self._say(COMBINED[slot], serial, digest)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankmesh.collectives.calls import Call
 from rankmesh.collectives.kinds import Array
-from rankmesh.collectives.passage import Recipe
 from rankmesh.collectives.plan import Round
+from rankmesh.collectives.recipe import Recipe
 from rankmesh.collectives.reducing import Reducer
 from rankmesh.collectives.running import Collective, Partners
 from rankmesh.collectives.space import Space

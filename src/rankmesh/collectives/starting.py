@@ -14,9 +14,11 @@ from rankmesh.collectives.calls import Signature, digest
 from rankmesh.collectives.choosing import ALGORITHMS, World, rounds
 from rankmesh.collectives.express import FORMS
 from rankmesh.collectives.founding import Founding, State
-from rankmesh.collectives.passage import Recipe, steps
+from rankmesh.collectives.leading import Led, leader_of
+from rankmesh.collectives.passage import steps
 from rankmesh.collectives.plan import Round
 from rankmesh.collectives.pulling import Pulling, acts, pays, sizes
+from rankmesh.collectives.recipe import Recipe
 from rankmesh.collectives.reducing import Op, Reducer
 from rankmesh.collectives.running import Collective
 from rankmesh.collectives.space import Part, Space
@@ -191,17 +193,22 @@ class Running:
         signature = Signature(job.collective, what, op, root, "shared")
         case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // itemsize)
         recipe = Recipe(signature, digest(signature), steps(plan, case), apply)
-        paying = pays(job.collective, self.size, max(job.source.nbytes, job.target.nbytes))
-        if paying:
+        nbytes = max(job.source.nbytes, job.target.nbytes)
+        paying, leader = pays(job.collective, self.size, nbytes), leader_of(job.collective, root, nbytes)
+        if paying or leader >= 0:
             pulled = acts(job.collective, case, sizes(itemsize, self.size, SLOT_BYTES))
-            recipe = recipe._replace(acts=pulled, pays=paying)
-            if stage is not None and recipe.pulled(stage):
-                return recipe._replace(express=Pulling(stage, recipe.acts, recipe.digest, apply, job.source))
-        form = next((form for form in FORMS if form.serves(recipe.steps)), None)
-        if stage is None or form is None:
+            recipe = recipe._replace(acts=pulled, pays=paying, leader=leader)
+        if stage is None:
             return recipe
-        express = form(stage, recipe.steps, recipe.digest, apply, job.source, job.target)
-        return recipe._replace(express=express, may_overlap=express.may_overlap)
+        if recipe.pulled(stage):
+            return recipe._replace(express=Pulling(stage, recipe.acts, recipe.digest, apply, job.source))
+        led = recipe.led(stage)
+        form = next((form for form in FORMS if form.serves(recipe.steps)), None)
+        express = form and form(stage, recipe.steps, recipe.digest, apply, job.source, job.target, led)
+        may_overlap = express is not None and express.may_overlap and not led
+        return recipe._replace(
+            express=Led(stage, recipe, job.source, express) if led else express, may_overlap=may_overlap
+        )
 
     def _pass(
         self,
