@@ -9,7 +9,9 @@ It never fails because a figure is bad or a library is missing: the table says s
 
 from __future__ import annotations
 
-from harness import Plan
+from collections.abc import Iterator, Sequence
+
+from harness import Plan, Result
 from report import BANDWIDTH, OWNER_CPU, P50, P99, RATIO, Column, Target
 from scenarios import PAIR_RANKS, crowd, crowd_title
 from session import MIB, Bench, main
@@ -18,6 +20,8 @@ TCP, REGISTERED, ALLOCATED = OURS = ("rankmesh-memory-tcp", "rankmesh-registered
 #: Ping-pongs of as much as is read or written, and of the least there is.
 POLLED, POLLED_64 = ("socket-try", "socket-epoll"), ("socket-try-64", "socket-epoll-64")
 MOONCAKE, MPI_TCP = "mooncake", "mpi-rma-tcp"
+#: A server of bare sockets: what requests, and a crowd of those who make them, cost without a library.
+SOCKETS = "socket-memory"
 PEERS = (MOONCAKE, MPI_TCP, "mpi-rma", "mpi-rma-allocated")
 
 SMALL, LARGE, PAGES = 4096, 64 * MIB, 1000
@@ -32,7 +36,19 @@ BUSY = Plan("busy", "busy", SMALL, least=100, most=20_000)
 BUSY_SPARSE = Plan("busy-sparse", "busy_sparse", SMALL, least=100, most=2_000)
 CROWD = Plan("crowd", "crowd", MIB, least=8, most=2_000)
 CROWD_RANKS = 1 + 16 + 16
-CROWDED = (TCP, REGISTERED, ALLOCATED)
+CROWDED = (SOCKETS, TCP, REGISTERED, ALLOCATED)
+
+
+def footnotes(results: Sequence[Result]) -> Iterator[str]:
+    """What a crowd costs who has nothing but sockets."""
+    medians = {result.subject: result.median(BANDWIDTH.key) for result in results if result.measure == CROWD.measure}
+    crowded, pair = (medians.get(crowd_title(SOCKETS, ranks)) for ranks in (CROWD_RANKS, PAIR_RANKS))
+    if crowded and pair:
+        yield (
+            f"Bare sockets, 16 readers and 16 writers: {crowded:.2f} GB/s, "
+            f"{crowded / pair:.3g}× of one reader's and one writer's {pair:.2f}."
+        )
+
 
 SMALL_PLANS = {"read": READ, "write": WRITE}
 LARGE_PLANS = {"read": LARGE_READ, "write": LARGE_WRITE}
@@ -42,16 +58,17 @@ BENCH = Bench(
     description=__doc__,
     issue=5,
     side_by_side={
-        READ: (*POLLED, *POLLED_64, *OURS, *PEERS),
-        WRITE: (*POLLED, *POLLED_64, *OURS, *PEERS),
-        LARGE_READ: ("copyto", "socket", *OURS, *PEERS),
-        LARGE_WRITE: ("copyto", "socket", *OURS, *PEERS),
+        READ: (*POLLED, *POLLED_64, SOCKETS, *OURS, *PEERS),
+        WRITE: (*POLLED, *POLLED_64, SOCKETS, *OURS, *PEERS),
+        LARGE_READ: ("copyto", "socket", SOCKETS, *OURS, *PEERS),
+        LARGE_WRITE: ("copyto", "socket", SOCKETS, *OURS, *PEERS),
         BATCH_READ: (*OURS, *PEERS),
         BATCH_WRITE: (*OURS, *PEERS),
         BUSY: (*OURS, MOONCAKE),  # an owner outside MPI does not serve
         BUSY_SPARSE: (*OURS, MOONCAKE),
     },
     scenarios={CROWD.measure: crowd(CROWD, CROWD_RANKS, CROWDED)},
+    footnotes=footnotes,
     columns=(
         *(Column(f"4 KiB {verb}\np50, µs", plan.measure, P50) for verb, plan in SMALL_PLANS.items()),
         *(Column(f"64 MiB {verb}\nGB/s", plan.measure, BANDWIDTH) for verb, plan in LARGE_PLANS.items()),
@@ -110,6 +127,14 @@ BENCH = Bench(
                 (crowd_title(name, PAIR_RANKS),),
             )
             for title, name in (("over TCP", TCP), ("same host", REGISTERED), ("same host, allocated", ALLOCATED))
+        ),
+        Target(
+            "16 readers and 16 writers over TCP, beside bare sockets",
+            CROWD.measure,
+            BANDWIDTH,
+            0.7,
+            crowd_title(TCP, CROWD_RANKS),
+            (crowd_title(SOCKETS, CROWD_RANKS),),
         ),
         *(
             Target(f"4 KiB reads from a busy owner, {title}, {way}, p99", plan.measure, P99, 20_000.0, name)

@@ -69,6 +69,7 @@ ENTRIES: dict[str, Entry] = {
         Entry("zmq-dealer", "pyzmq DEALER/ROUTER over tcp", "zeromq_calls:ZmqDealerRouter"),
         Entry("socket-try-64", "bare socket, try, 64 B each way", "sockets:SmallTryPolledSocket"),
         Entry("socket-epoll-64", "bare socket, epoll, 64 B each way", "sockets:SmallEpollPolledSocket"),
+        Entry("socket-memory", "bare sockets, a thread of the owner's serves", "socket_memory:SocketMemory"),
         Entry("rankmesh-memory-tcp", "rankmesh tcp://, registered", "rankmesh_memory:RegisteredTcp", launcher=RUN),
         Entry("rankmesh-registered", "rankmesh, same host, registered", "rankmesh_memory:RegisteredShm", launcher=RUN),
         Entry("rankmesh-allocated", "rankmesh, same host, allocated", "rankmesh_memory:AllocatedShm", launcher=RUN),

@@ -268,19 +268,22 @@ def test_a_call_without_a_passage_that_was_given_up_is_not_read_either(pulls: bo
 
 
 @pytest.mark.parametrize(
-    "collective, root, nbytes, leader",
+    "collective, root, size, nbytes, leader",
     [
-        ("all_gather", None, 64 * KIB, 0),
-        ("all_gather", None, 64 * KIB - 1, -1),
-        ("broadcast", 3, 64 * KIB, 3),
-        ("reduce_scatter", None, 1 << 30, 0),
-        ("all_to_all", None, 64 * KIB, 0),
-        ("all_reduce", None, 1 << 20, -1),
-        ("gather", 2, 1 << 20, -1),
+        ("all_gather", None, 2, 32 * KIB, 0),
+        ("all_gather", None, 16, 32 * KIB - 1, -1),
+        ("broadcast", 3, 4, 32 * KIB, 3),
+        ("broadcast", 3, 4, 32 * KIB - 1, -1),
+        ("reduce_scatter", None, 2, 1 << 30, 0),
+        ("reduce_scatter", None, 5, 8 * KIB, 0),
+        ("all_to_all", None, 5, 8 * KIB - 1, -1),
+        ("all_to_all", None, 2, 32 * KIB, 0),
+        ("all_reduce", None, 2, 1 << 20, -1),
+        ("gather", 2, 4, 1 << 20, -1),
     ],
 )
-def test_what_is_led_and_by_whom(collective: str, root: int | None, nbytes: int, leader: int) -> None:
-    assert leader_of(collective, root, nbytes) == leader
+def test_what_is_led_and_by_whom(collective: str, root: int | None, size: int, nbytes: int, leader: int) -> None:
+    assert leader_of(collective, root, size, nbytes) == leader
 
 
 # ---------------------------------------------------------------------- in processes

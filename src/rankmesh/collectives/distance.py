@@ -7,7 +7,7 @@ from typing import Final
 
 from rankmesh.config import KIB
 
-#: Smaller writes say little.
+#: Smaller writes take no time, and say little.
 LEAST: Final = 32 * KIB
 #: Bytes a second. On AMD's Zen 4, 512 KiB: 35e9 where cores share a cache, 2.5e9 to 4.5e9 where they do not; 15e9 where
 #: the other has just read the slot.

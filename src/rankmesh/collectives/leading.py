@@ -22,10 +22,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Final
 
+from rankmesh.collectives.distance import LEAST
 from rankmesh.collectives.passage import Express, Passage, first_slot
 from rankmesh.collectives.pulling import PulledPassage, Pulling
 from rankmesh.collectives.stage import CHUNK_BITS, SLOTS, STAGED
-from rankmesh.config import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
     from rankmesh.collectives.recipe import Recipe
     from rankmesh.collectives.stage import Stage
 
-#: Collectives for which every rank waits for the leader.
-_LED: Final = ("all_gather", "all_to_all", "reduce_scatter", "broadcast")
-#: Below, a system call takes as long as a write does where ranks are far apart.
-_LEAST: Final = 64 * KIB
+#: Collectives for which every rank waits for the leader; and whether a rank stages a part for each of the others, or
+#: the same for all.
+_LED: Final = {"all_gather": False, "broadcast": False, "all_to_all": True, "reduce_scatter": True}
 #: In the digest of a call that is pulled. Those of calls are shorter.
 _PULLED: Final = 1 << 62
 
 
-def leader_of(collective: str, root: int | None, nbytes: int) -> int:
-    """-1: such a call has none. `nbytes`: of the larger of source and target."""
-    if collective not in _LED or nbytes < _LEAST:
+def leader_of(collective: str, root: int | None, size: int, nbytes: int) -> int:
+    """-1: such a call has none. `nbytes`: of one rank's part. Where little is staged, a system call takes as long as
+    that does where ranks are far apart."""
+    parts_for_each = _LED.get(collective)
+    if parts_for_each is None or nbytes * (size - 1 if parts_for_each else 1) < LEAST:
         return -1
     return root or 0
 

@@ -9,7 +9,7 @@
     reduce    this rank's part, of all sources: the others' are pulled into the slot, which stays in the cache
     combined  say that this rank's part of its target is reduced
     fetch     copy the others' parts out of their targets
-    hold      wait until all others are done: then the arrays are the caller's again
+    hold      wait until all others are done: then arrays that they read are the caller's again
 
 In place, a rank's own part is written when it is reduced, which only its owner reads in the sources; any other part
 when it is fetched, which is after its owner has reduced it. Parts are reduced in the order of ranks, as on slots.
@@ -200,7 +200,8 @@ def pays(name: str, size: int, nbytes: int) -> tuple[Copying, ...]:
 def acts(name: str, case: Case, width: Sizes) -> tuple[Act, ...]:
     """The plan, made once. There is something in every part."""
     *but_one, last = MAKERS[name](case, width)
-    return *but_one, last._replace(last=True), Act(HOLD, case.others)
+    plan = (*but_one, last._replace(last=True))
+    return (*plan, Act(HOLD, case.others)) if plan[0].stop else plan
 
 
 class _Call(NamedTuple):

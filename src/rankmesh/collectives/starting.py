@@ -193,8 +193,8 @@ class Running:
         signature = Signature(job.collective, what, op, root, "shared")
         case = Case(self.rank, self.size, root or 0, job.part, SLOT_BYTES // itemsize)
         recipe = Recipe(signature, digest(signature), steps(plan, case), apply)
-        nbytes = max(job.source.nbytes, job.target.nbytes)
-        paying, leader = pays(job.collective, self.size, nbytes), leader_of(job.collective, root, nbytes)
+        paying = pays(job.collective, self.size, max(job.source.nbytes, job.target.nbytes))
+        leader = leader_of(job.collective, root, self.size, job.part * itemsize)
         if paying or leader >= 0:
             pulled = acts(job.collective, case, sizes(itemsize, self.size, SLOT_BYTES))
             recipe = recipe._replace(acts=pulled, pays=paying, leader=leader)
