@@ -3,6 +3,7 @@ common."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Callable
@@ -12,6 +13,14 @@ from time import monotonic
 from typing import Any, Self
 
 from timing import scaled
+
+#: Seconds for which a stuck process may say where it is.
+TIME_TO_SAY = 0.3
+
+
+def say_where_on_failure() -> None:
+    """In a process, first of all: the stacks of its threads, if the test fails while it runs."""
+    faulthandler.register(signal.SIGUSR2)
 
 
 class Processes:
@@ -44,12 +53,22 @@ class Processes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._say_where()
         for process, talk in zip(self._processes, self._talks, strict=True):
             talk.close()
             process.kill()
             process.join()
             process.close()
+
+    def _say_where(self) -> None:
+        """A test has failed: who still runs may be stuck, and says on stderr where (`say_where_on_failure`)."""
+        stuck = [process for process in self._processes if process.is_alive()]
+        for process in stuck:
+            os.kill(process.pid, signal.SIGUSR2)
+        for process in stuck:
+            process.join(TIME_TO_SAY)
 
     def pid(self, rank: int) -> int:
         pid = self._processes[rank].pid

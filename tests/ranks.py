@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from nursery import nursery
-from processes import Processes
+from processes import Processes, say_where_on_failure
 from rankmesh.config import Config
 from rankmesh.errors import RankmeshError
 from rankmesh.membership.ports import free_port
@@ -66,6 +66,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
 
 
 def _main(url: str, rank: int, size: int, config: Config, talk: Connection, body: Body, args: Sequence[Any]) -> None:
+    say_where_on_failure()
     try:
         with join(url, rank=rank, size=size, config=config, timeout=scaled(PATIENCE)) as mesh:
             body(mesh, talk, *args)
