@@ -99,15 +99,17 @@ class Server:
         self.thread.join(OPEN_TIMEOUT)
         for client in self.clients.values():
             client.sock.close()
+        self.epoll.close()
+        os.close(self.over)
 
     def _run(self) -> None:
         while True:
-            for fd, mask in self.epoll.poll():
+            for fd, _ in self.epoll.poll():
                 if fd == self.over:
                     return
                 client = self.clients[fd]
                 was_sending = client.sending
-                if not client.serve(mask):
+                if not client.serve():
                     self.epoll.unregister(fd)
                 elif was_sending != client.sending:
                     self.epoll.modify(fd, select.EPOLLOUT if client.sending else select.EPOLLIN)
@@ -127,7 +129,7 @@ class Client:
         self.rest = memoryview(b"")
         self.sending = False
 
-    def serve(self, mask: int) -> bool:
+    def serve(self) -> bool:
         """False: it has gone."""
         try:
             if self.sending:

@@ -177,7 +177,7 @@ class Passage:
         return True
 
     def _put(self, chunk: Chunk, own: Array) -> None:
-        source, began, moved = self._source, perf_counter(), 0
+        source, moved, began = self._source, 0, perf_counter() if self._timed else 0.0
         for start, stop, at in chunk.stage:
             length = stop - start
             own[at : at + length] = source if length == len(source) else source[start:stop]
