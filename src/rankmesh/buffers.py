@@ -26,7 +26,7 @@ EMPTY = memoryview(bytearray())
 PAGE = 4096
 #: Where in a page bytes begin that are shared and copied from. The C library copies 2 KiB to 512 KiB by `rep movsb`,
 #: which on AMD's Zen 3 is 4 times slower (in the cache, 10 times) where the destination lies 1 to 31 bytes behind the
-#: source, modulo a page; and large arrays of numpy begin 16 bytes behind the start of one (bench/README.md).
+#: source, modulo a page; and large arrays of numpy begin 16 bytes behind the start of one (bench/FINDINGS.md).
 MID_PAGE = PAGE // 2
 #: Bytes that the C library copies in that way, from where on it matters; and elements as which numpy copies without it.
 _COPIED_BY_STRING = range(64 * 1024, 512 * 1024)

@@ -2,7 +2,7 @@
 
 Ranks that are forked from one process have the same addresses for the same code. Where several of them share a core
 that makes them twice as fast at passing messages to each other: what the processor has learned about the interpreter's
-branches in one rank holds in the next, and is not lost with every switch (bench/README.md has the figures). They also
+branches in one rank holds in the next, and is not lost with every switch (bench/FINDINGS.md has the figures). They also
 start sooner, and hash strings alike: sets iterate in the same order on all ranks of a host. As with any server that
 forks, the addresses of a run are random, but one rank's tell those of its siblings.
 
