@@ -39,6 +39,7 @@ from rankmesh.wire.handshake import LONGEST
 from rankmesh.wire.header import DATA_LIMIT, HEADER, HEADER_BYTES, VERSION
 from rankmesh.wire.messages import (
     TEXT_LIMIT,
+    Closing,
     Goodbye,
     IdleAnswer,
     IdleAsk,
@@ -263,7 +264,7 @@ def run_control(data: bytes, _: Random) -> object:
     match message:
         case Goodbye(reason) | Lost(_, reason):
             assert _shown(reason)
-        case IdleAsk() | IdleAnswer():
+        case Closing() | IdleAsk() | IdleAnswer():
             pass
     assert decode_control(memoryview(encode(message))) == message
     return type(message)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankmesh import Config, DeadlineError, DesyncError, Group, Mesh, PeerLost
+from rankmesh import Config, DeadlineError, DesyncError, Group, Mesh, PeerLost, TransferAborted, UsageError
 from rankmesh.testing import run_world
 from ranks import Ranks, Talk, attempt, run_ranks
 from timing import scaled, wait_until
@@ -103,7 +103,8 @@ def test_another_order_is_shown_rank_by_rank_with_number_and_line() -> None:
             1: "called all_reduce #1",
             2: "called all_gather #1",
             3: "called all_reduce #1",
-        } or "is in it" in error.calls.values()
+        }
+        assert all(" at test_desync.py:" in call for call in error.calls.values())
         assert "rank 2 called all_gather #1 (3 float64, shared) at test_desync.py:" in str(error)
 
 
@@ -216,3 +217,156 @@ def test_a_lost_rank_ends_a_collective_on_every_rank(signal: Any) -> None:
             assert outcome.when - when < scaled(5)
             later = ranks.hear(rank)
             assert isinstance(later.error, PeerLost)
+
+
+def _one_element_fewer(mesh: Mesh) -> DesyncError:
+    for _ in range(5):
+        mesh.all_reduce(np.full(100_020, 1000.0, "f4"))
+    with pytest.raises(DesyncError) as caught:
+        mesh.all_reduce(np.arange(100_020 if mesh.rank else 20_598, dtype="f4"))
+    return caught.value
+
+
+def test_counts_whose_checksums_are_equal_are_told_apart() -> None:
+    """A digest of 22 bits of a CRC was the same: on the stage both ranks took what lay in the slots for the result."""
+    for error in run_ranks(2, _one_element_fewer, CONFIG):
+        assert "20598 float32" in error.calls[0]
+        assert "100020 float32" in error.calls[1]
+
+
+def _calls_another_and_leaves(mesh: Mesh) -> tuple[float, DesyncError] | None:
+    mesh.barrier()
+    if mesh.rank == 0:
+        mesh.broadcast(np.zeros(5), 0)  # it has done its part, and goes
+        return None
+    began = monotonic()
+    with pytest.raises(DesyncError) as caught:
+        mesh.broadcast(np.zeros(4), 0)
+    return monotonic() - began, caught.value
+
+
+def test_who_called_something_else_and_left_is_not_waited_for() -> None:
+    """On the stage it had said so, with another digest; who waited looked at the number only, until the deadline."""
+    _, *others = run_ranks(3, _calls_another_and_leaves, CONFIG)
+    for rank, (took, error) in enumerate(others, 1):
+        assert took < scaled(SOON)
+        assert error.calls[0] == "called something else under that number, and has left"
+        assert error.calls[rank].startswith("called broadcast #1 (4 float64, root 0, shared) at test_desync.py:")
+
+
+def _gathers(mesh: Mesh) -> Any:
+    pair = mesh.group([0, 1])
+    if pair is not None:
+        pair.gather(np.ones(4), 0)
+    gathered = mesh.gather(np.ones(4), np.int64(0), timeout=scaled(5))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"no rank 0\.5"):
+        mesh.reduce(np.ones(4), root=0.5)  # type: ignore[arg-type]
+    return None if gathered is None else gathered.shape
+
+
+def test_a_root_that_is_numpys_integer_is_the_same_root() -> None:
+    """What such a call was called depended on what this process had called before."""
+    assert run_world(3, _gathers, config=CONFIG, timeout=LIMIT) == [(3, 4), None, None]
+
+
+def _far_ahead(mesh: Mesh) -> tuple[float, DesyncError]:
+    mesh.barrier()
+    began = monotonic()
+
+    def call() -> None:
+        for _ in range(1500 if mesh.rank == 0 else 0):
+            mesh.broadcast(np.zeros(2), 0)
+        mesh.barrier()
+
+    with pytest.raises(DesyncError) as caught:
+        call()
+    return monotonic() - began, caught.value
+
+
+def test_who_is_more_than_a_thousand_calls_ahead_is_told_apart() -> None:
+    """It was taken to be in the same call, for nobody remembered: all waited for their deadlines."""
+    for _, error in run_world(2, _far_ahead, config=CONFIG, timeout=LIMIT):
+        assert error.calls[0].startswith("called something else as #1: it is at barrier #1501")
+        assert error.calls[1].startswith("called barrier #1 ")
+
+
+def _closes_the_group(mesh: Mesh) -> Any:
+    group = mesh.dup()
+    group.barrier()
+    mesh.barrier()
+    began = monotonic()
+    if mesh.rank == 1:
+        group.close()
+        outcome: Any = None
+    else:
+        with pytest.raises(TransferAborted) as caught:
+            group.all_reduce(np.ones(3))
+        outcome = monotonic() - began, caught.value
+    mesh.barrier()
+    return outcome
+
+
+def test_who_has_closed_the_group_is_not_waited_for() -> None:
+    first, _, last = run_world(3, _closes_the_group, config=CONFIG, timeout=LIMIT)
+    for took, error in (first, last):
+        assert took < scaled(SOON)
+        assert (error.rank, error.reason) == (1, "it has closed this group, after 1 collectives")
+
+
+def _elsewhere(mesh: Mesh) -> DeadlineError | None:
+    group = mesh.dup()
+    group.barrier()
+    if mesh.rank == 1:
+        mesh.barrier()
+        return None
+    with pytest.raises(DeadlineError) as caught:
+        group.all_reduce(np.ones(3), timeout=scaled(1))
+    mesh.barrier()
+    return caught.value
+
+
+def test_who_is_in_a_collective_of_another_group_is_said_to_be_there() -> None:
+    first, _, last = run_world(3, _elsewhere, config=CONFIG, timeout=LIMIT)
+    for error in (first, last):
+        assert error is not None
+        assert error.peer.startswith("rank 1 ("), "not whom the algorithm waits for, who waits itself"
+        assert "has not called it: last in barrier #0" in error.known
+        assert "; it is in barrier #1 (dissemination) at test_desync.py:" in error.known
+        assert " of the mesh, for " in error.known
+
+
+def _nobody_waits(mesh: Mesh) -> Any:
+    mesh.barrier()
+    outcome: Any = None
+    if mesh.rank == 0:
+        done = Event()
+        work = mesh.all_reduce(np.ones(3), async_op=True, timeout=scaled(0.5))
+        work.add_done_callback(lambda _: done.set())
+        assert done.wait(SOON_ENOUGH)
+        with pytest.raises(DeadlineError) as caught:
+            work.result()
+        outcome = caught.value.timeout
+        mesh.send(b"", to=1)
+    else:
+        mesh.recv(b"", source=0)
+    return outcome
+
+
+@pytest.mark.parametrize("transport", ["inproc://", "tcp://"])
+def test_an_asynchronous_call_ends_in_its_time_though_nobody_waits(transport: str) -> None:
+    assert run_world(2, _nobody_waits, transport, config=CONFIG, timeout=LIMIT) == [scaled(0.5), None]
+
+
+def _counts(mesh: Mesh) -> DesyncError:
+    mesh.barrier()
+    gives = [2, 2, 1] if mesh.rank == 2 else [1, 1, 1]
+    with pytest.raises(DesyncError) as caught:
+        mesh.all_to_all_v(np.zeros(sum(gives)), gives, [1, 1, 1])
+    return caught.value
+
+
+def test_wrong_counts_are_shown_rank_by_rank_with_number_and_line() -> None:
+    for error in run_world(3, _counts, config=CONFIG, timeout=LIMIT):
+        assert set(error.calls) == {0, 1, 2}
+        assert all(call.startswith("called all_to_all_v #1 (") for call in error.calls.values())
+        assert ", and sent 16 bytes where 8 were expected" in error.calls[2]

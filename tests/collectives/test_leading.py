@@ -91,6 +91,9 @@ class Ended:
     def awaited(self) -> list[int]:
         return []
 
+    def strays(self) -> list[int]:
+        return []
+
     def give_up(self) -> None:
         """Nothing is left of it."""
 

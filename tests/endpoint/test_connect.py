@@ -401,3 +401,18 @@ def test_status_lines(tcp: Medium) -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="no field colour"):
         Endpoint("inproc://", config=Config(), colour="red")
+
+
+def test_two_that_close_at_once_do_not_wait_for_what_neither_takes(medium: Medium) -> None:
+    """Each has announced a large message, and has no receive for the other's: both waited for the deadline of close,
+    and raised DeadlineError (seen with asynchronous collectives that were never waited for)."""
+    with open_pair(medium, **PATIENT) as pair:
+        big = blank(1 << 20)
+        sends = [pair.there.isend(big, tag=1), pair.back.isend(big, tag=1)]
+        wait_until(lambda: all(router_of(peer).outbound.announced for peer in (pair.there, pair.back)), 10)
+        ends = [Call(pair.left.close), Call(pair.right.close)]
+        for end in ends:
+            end.result()
+        for send in sends:
+            with pytest.raises((ClosedError, PeerLost)):
+                send.result()

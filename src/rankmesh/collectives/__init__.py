@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rankmesh.collectives.agent import CollectiveAgent, GroupContext
+from rankmesh.collectives.agent import CollectiveAgent
+from rankmesh.collectives.context import GroupContext
 from rankmesh.collectives.grid import Grid
 from rankmesh.collectives.tuning import Chooser
 from rankmesh.collectives.uneven import UnevenCollectives

@@ -1,27 +1,32 @@
 """Call: what a rank has called, as it is compared with the others' and shown in errors.
 
-The tag of a collective's messages holds its sequence number and a digest of everything that all ranks must say alike.
-So messages of calls that differ never match: nothing is computed from them, and nothing has to be compared on the
-way. Ranks whose calls differ wait for each other; after a fraction of a second they ask each other what they called
-(agent.py).
+The tag of a collective's messages holds its sequence number and part of a digest of everything that all ranks must say
+alike; the words of a stage hold all of it. So messages of calls that differ never match: nothing is computed from
+them, and nothing has to be compared on the way. Ranks whose calls differ wait for each other; after a fraction of a
+second they ask each other what they called (agent.py).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from array import array
 from functools import lru_cache
+from hashlib import blake2b
+from operator import index
 from time import monotonic
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
-from zlib import crc32
 
 #: Tags above this are other parts' of rankmesh.
 _FIRST_TAG: Final = -1024
-_DIGEST_BITS: Final = 22
-_SEQUENCE_BITS: Final = 39
-#: Calls that a group remembers: others may be that far behind.
+#: Of a digest, and what a tag has room for of it; sequence numbers begin anew after so many bits.
+_DIGEST_BITS: Final = 62
+_TAG_DIGEST_BITS: Final = 33
+_SEQUENCE_BITS: Final = 28
+#: Calls that a group remembers; and those of which it knows the digests: others may be that far behind.
 REMEMBERED: Final = 1024
+DIGESTS: Final = 1 << 16
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTS: Final = os.path.join(_PACKAGE, "testing") + os.sep
 #: Folders whose code is not a user's.
@@ -50,13 +55,17 @@ class Signature(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def digest(signature: Signature) -> int:
-    return crc32(repr(tuple(signature)).encode()) & ((1 << _DIGEST_BITS) - 1)
+    """The same for signatures that are equal, and for no others: not even for those of one shape that differ in a
+    digit or two, which checksums confuse."""
+    root = None if signature.root is None else index(signature.root)  # equal, but not alike: numpy's integers
+    text = repr(tuple(signature._replace(root=root)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 64 - _DIGEST_BITS
 
 
 class Call:
     """One call of one rank."""
 
-    __slots__ = ("_code", "_instruction", "digest", "given_up", "sequence", "signature", "when")
+    __slots__ = ("_code", "_instruction", "digest", "given_up", "given_up_by", "sequence", "signature", "when")
 
     def __init__(
         self, sequence: int, signature: Signature, digest: int, code: CodeType, instruction: int, when: float
@@ -69,10 +78,13 @@ class Call:
         self.when = when
         #: Why this rank does not go on with it; empty while it does.
         self.given_up = ""
+        #: The rank because of which it does not; -1: by itself.
+        self.given_up_by = -1
 
     @property
     def tag(self) -> int:
-        return _FIRST_TAG - ((self.sequence % (1 << _SEQUENCE_BITS)) << _DIGEST_BITS | self.digest)
+        sequence, part = self.sequence % (1 << _SEQUENCE_BITS), self.digest % (1 << _TAG_DIGEST_BITS)
+        return _FIRST_TAG - (sequence << _TAG_DIGEST_BITS | part)
 
     @property
     def line(self) -> int:
@@ -89,12 +101,14 @@ class CallLog:
     """The calls of a group on one rank, in their order, as far back as others may ask. A call is kept as what makes a
     Call of it: most are never asked about."""
 
-    __slots__ = ("_calls", "_last", "count")
+    __slots__ = ("_calls", "_digests", "_last", "count")
 
     def __init__(self) -> None:
         #: How many there were: the number of the next one.
         self.count = 0
         self._calls: list[Call | tuple[int, Signature, int, CodeType, int, float] | None] = [None] * REMEMBERED
+        #: Of all but the last calls, by sequence number, modulo DIGESTS.
+        self._digests = array("Q")
         #: The user's code that called last.
         self._last: CodeType | None = None
 
@@ -113,8 +127,31 @@ class CallLog:
                 code = frame.f_code
             else:
                 self._last = code
-        self._calls[sequence % REMEMBERED] = (sequence, signature, digest, code, frame.f_lasti, monotonic())
+        at = sequence % REMEMBERED
+        if not at and sequence:
+            self._keep_digests(sequence)
+        self._calls[at] = (sequence, signature, digest, code, frame.f_lasti, monotonic())
         return sequence
+
+    @property
+    def last(self) -> Call | None:
+        return self[self.count - 1] if self.count else None
+
+    def _keep_digests(self, sequence: int) -> None:
+        """Those of the REMEMBERED calls before this one, which are about to be forgotten."""
+        at = (sequence - REMEMBERED) % DIGESTS
+        digests = (call[2] if isinstance(call, tuple) else call.digest for call in self._calls if call is not None)
+        self._digests[at : at + REMEMBERED] = array("Q", digests)
+
+    def digest(self, sequence: int) -> int | None:
+        """That of a call; None: it is too long past."""
+        kept = (self.count - 1) // REMEMBERED * REMEMBERED
+        if kept - len(self._digests) <= sequence < kept:
+            return self._digests[sequence % DIGESTS]
+        try:
+            return self[sequence].digest
+        except KeyError:
+            return None
 
     def __getitem__(self, sequence: int) -> Call:
         """KeyError: there was none, or it is long past."""

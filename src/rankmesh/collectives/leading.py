@@ -149,8 +149,11 @@ class LedPassage:
         return self._way.wanted()
 
     def awaited(self) -> list[int]:
-        ranks = self._way.awaited()
-        return ranks or [rank for rank in self._way.wanted()[2] if self._differs(rank)]
+        return self._way.awaited()
+
+    def strays(self) -> list[int]:
+        """Those of them that have said another call instead: one that goes the other way is not another call."""
+        return [rank for rank in self._way.strays() if not self._differs(rank)]
 
     def give_up(self) -> None:
         self._way.give_up()

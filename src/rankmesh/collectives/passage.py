@@ -4,7 +4,7 @@ what that waits for is there, and knows nothing of who drives it: the caller its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
 from time import perf_counter
 from typing import Final, NamedTuple, Protocol
@@ -59,6 +59,13 @@ def steps(name: str, case: Case) -> tuple[Step, ...]:
                 ranks = () if what == STAGE else chunk.combined_by if combined else chunk.staged_by
                 order.append(Step(what, number, chunk, ranks, COMBINED if combined else STAGED))
     return tuple(order)
+
+
+def strays(
+    said: Sequence[memoryview], ranks: Iterable[int], word: int, serial: int, digests: Container[int]
+) -> list[int]:
+    """Those whose word names that serial, and another call."""
+    return [rank for rank in ranks if said[rank][word] == serial and said[rank][word + 1] not in digests]
 
 
 def first_slot(sequence: int, steps: Sequence[Step]) -> int:
@@ -223,7 +230,14 @@ class Passage:
     def awaited(self) -> list[int]:
         """Ranks whose word the next step waits for."""
         word, serial, ranks = self.wanted()
-        return [rank for rank in ranks if self._stage.words[rank][word] != serial]
+        strays = self.strays()
+        return [rank for rank in ranks if self._stage.words[rank][word] != serial or rank in strays]
+
+    def strays(self) -> list[int]:
+        """Those of them that have said another call instead."""
+        word, serial, ranks = self.wanted()
+        said = self._stage.words
+        return [] if word == DONE else strays(said, ranks, word, serial, (self._digest,))
 
     def give_up(self) -> None:
         self._stage.give_up(self._sequence)

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from rankmesh.buffers import copy
+from rankmesh.collectives.passage import strays
 from rankmesh.collectives.space import even
 from rankmesh.collectives.stage import CHUNK_BITS, COMBINED, DONE, SLOTS, STAGED
 from rankmesh.collectives.staging import Case
@@ -438,7 +439,14 @@ class PulledPassage:
     def awaited(self) -> list[int]:
         """Ranks whose word the next step waits for."""
         word, serial, ranks = self.wanted()
-        return [rank for rank in ranks if self._failed or self._pulling.stage.words[rank][word] < serial]
+        said, strays = self._pulling.stage.words, self.strays()
+        return [rank for rank in ranks if self._failed or said[rank][word] < serial or rank in strays]
+
+    def strays(self) -> list[int]:
+        """Those of them that have said another call instead."""
+        word, serial, ranks = self.wanted()
+        pulling = self._pulling
+        return [] if word == DONE else strays(pulling.stage.words, ranks, word, serial, (pulling.digest,))
 
     def give_up(self) -> None:
         call, stage = self._call, self._pulling.stage

@@ -95,5 +95,8 @@ class EitherPassage:
     def awaited(self) -> list[int]:
         return self._way.awaited()
 
+    def strays(self) -> list[int]:
+        return self._way.strays()
+
     def give_up(self) -> None:
         self._pulled.give_up()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from rankmesh.buffers import EMPTY, RecyclingPool, readable
+from rankmesh.collectives.asking import SAME, Answer
 from rankmesh.collectives.calls import Call
 from rankmesh.collectives.plan import Into, Receive, Round, Send, touches
 from rankmesh.collectives.reducing import Reducer
@@ -136,7 +137,11 @@ class Partners:
         return " ".join(heard) or " ".join(router.known(now) for router in self._owner.awaited().values())
 
     def __str__(self) -> str:
-        return ", ".join(str(router.peer) for router in self._owner.awaited().values()) or "its group"
+        """Who has not come, as far as is known: whom the algorithm waits for may be waiting itself."""
+        owner = self._owner
+        absent = [rank for rank, answer in sorted(owner.answers.items()) if answer.state != SAME]
+        names = [owner.peers_name(rank) for rank in absent]
+        return ", ".join(names or [str(router.peer) for router in owner.awaited().values()]) or "its group"
 
 
 class Collective(Work[Any]):
@@ -148,6 +153,8 @@ class Collective(Work[Any]):
     _queued = False
     _busy = False
     _doomed: BaseException | None = None
+    #: When it ends by itself, if nobody waits for it: an asynchronous call whose caller has set it a time.
+    ends = _FOREVER
 
     def __init__(
         self,
@@ -162,12 +169,16 @@ class Collective(Work[Any]):
         super().__init__(context.hub.engine, f"{call.signature.collective} with", Partners(self), None, timeout)
         self.context = context
         self.call = call
-        #: What other ranks answered when asked (agent.py): rank → what is to be said of it.
-        self.answers: dict[int, str] = {}
-        self.moved = self.began
+        self._unasked()
         self._reduction = reduction
         self._conclude = conclude
         self._prepare(plan, space)
+
+    def _unasked(self) -> None:
+        #: By rank: what others answered when asked (agent.py), and what they did that does not fit.
+        self.answers: dict[int, Answer] = {}
+        self.doubts: dict[int, str] = {}
+        self.moved = self.began
 
     def _prepare(self, plan: Iterable[Round], space: Space) -> None:
         self._rounds = iter(plan)
@@ -183,6 +194,11 @@ class Collective(Work[Any]):
 
     def peers_name(self, rank: int) -> str:
         return str(self.context.routers[rank].peer)
+
+    def end_if_late(self, now: float) -> None:
+        """Nobody may wait for it yet, and its time is over."""
+        if now >= self.ends and not self.finished:
+            self._give_up(self._late(self.timeout))
 
     def cancel(self) -> bool:
         cancelled = super().cancel()
@@ -372,6 +388,7 @@ class Collective(Work[Any]):
         self.stop(error)
 
     def await_end(self, timeout: float | None) -> None:
+        self.ends = _FOREVER  # who waits says for how long
         if timeout is None:
             deadline, timeout = self.began + self.timeout, self.timeout
         else:

@@ -112,6 +112,10 @@ class Way(Stepping, Protocol):
         """Ranks whose word the next step waits for."""
         ...
 
+    def strays(self) -> list[int]:
+        """Those of them that have said another call instead."""
+        ...
+
     def give_up(self) -> None: ...
 
 

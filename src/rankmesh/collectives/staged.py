@@ -19,7 +19,7 @@ from rankmesh.collectives.stage import Stage, Way
 from rankmesh.endpoint.work import Work
 
 if TYPE_CHECKING:
-    from rankmesh.collectives.agent import GroupContext
+    from rankmesh.collectives.context import GroupContext
     from rankmesh.endpoint.router import Router
 
 #: How a collective goes over messages instead: the plan, its memory, what reduces, and what is done at its end.
@@ -53,8 +53,7 @@ class StagedCollective(Collective):
         )
         self.context = context
         self.call = call
-        self.answers = {}
-        self.moved = self.began
+        self._unasked()
         self._recipe = recipe
         self._source = source
         self._target = target
@@ -111,10 +110,15 @@ class StagedCollective(Collective):
 
     def forsaken(self) -> bool:
         """Ends it if somebody whose word it waits for is gone (True). What a rank said before it left stays said."""
-        gone = next((router for router in self.awaited().values() if router.gone), None)
-        if gone is not None:
-            self.stop(gone.lost_error(self.op, None))
-        return gone is not None
+        gone = next(((rank, router) for rank, router in self.awaited().items() if router.gone), None)
+        if gone is None:
+            return False
+        rank, router = gone
+        if self._passage is not None and rank in self._passage.strays():
+            self.context.stray(self, rank)
+        else:
+            self.stop(router.lost_error(self.op, None))
+        return True
 
     def postpone(self) -> None:
         with self._engine:

@@ -8,10 +8,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from rankmesh.collectives.agent import GroupContext
 from rankmesh.collectives.arguments import Array
 from rankmesh.collectives.calls import Signature, digest
 from rankmesh.collectives.choosing import ALGORITHMS, World, rounds
+from rankmesh.collectives.context import GroupContext
 from rankmesh.collectives.express import FORMS
 from rankmesh.collectives.founding import Founding, State
 from rankmesh.collectives.leading import Led, leader_of
@@ -55,6 +55,10 @@ def like(collective: str, array: Any, out: Any, op: Op = "") -> tuple[Any, ...] 
     return None
 
 
+def _is_rank(root: Any, size: int) -> bool:
+    return hasattr(root, "__index__") and 0 <= root < size
+
+
 class Chosen(NamedTuple):
     """A collective's algorithm, on one rank."""
 
@@ -90,7 +94,7 @@ class Running:
         return self._context.log.count
 
     def _choose(self, collective: str, nbytes: int, options: Options, root: int = 0) -> Chosen:
-        if not 0 <= root < self.size:
+        if not _is_rank(root, self.size):
             raise UsageError(f"There is no rank {root} in a group of {self.size}. Correct root.")
         context = self._context
         name = self._algorithm(collective, nbytes, options)
@@ -143,6 +147,8 @@ class Running:
         with context.hub.engine:
             call = context.next_call(signature)
             collective = Collective(context, call, chosen.rounds, space, reduction, conclude, timeout)
+            if options.async_op and options.timeout is not None:
+                collective.ends = collective.began + timeout
             context.begin(collective)
         return collective if options.async_op else collective.result()
 
@@ -242,10 +248,11 @@ class Running:
                     passage = recipe.passage(stage, sequence, source, target, taken)
                     if stage.run(passage):
                         return result if conclude is None else conclude()
-                timeout = hub.config.timeout if timeout is None else timeout
                 end = conclude or (lambda: result)
-                call = context.log[sequence]
-                staged = StagedCollective(context, call, recipe, source, target, end, timeout, fallback, passage)
+                call, within = context.log[sequence], hub.config.timeout if timeout is None else timeout
+                staged = StagedCollective(context, call, recipe, source, target, end, within, fallback, passage)
+                if async_op and timeout is not None:
+                    staged.ends = staged.began + timeout
                 context.begin(staged)
             except BaseException as error:
                 if staged is not None:

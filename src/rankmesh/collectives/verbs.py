@@ -8,7 +8,7 @@ For all of them:
   result has the shape of the input, otherwise a new one of the same library. The result is returned.
 - `algorithm` overrides the choice (choosing.py), on all ranks alike. `async_op=True` returns a Work at once, whose
   result is the collective's; the arrays belong to it until it is done. `timeout` is in seconds (None:
-  Config.timeout).
+  Config.timeout); an asynchronous call that is given one ends by then, also if nobody waits for it.
 - `op` is a name (sum prod min max avg band bor bxor land lor lxor) or a function of two arrays (reducing.py).
 - If a member is lost, it fails on all others with PeerLost.
 """

@@ -386,8 +386,10 @@ class Endpoint:
                 agent.closing()
             for work in self.hub.abandon():  # what has not come will not come any more
                 work.fail(self.hub.closed_error(work.op, work.tag))
+            for router in self._conversations():
+                router.say_closing()
             engine.drive(Until(self._all_is_said), deadline)
-            unsent = [str(router.peer) for router in self._conversations() if not router.outbound.idle]
+            unsent = [str(router.peer) for router in self._conversations() if not router.all_is_said]
             for router in self._conversations():
                 router.say_goodbye(CLOSED)
             engine.drive(Until(lambda: all(router.link is None for router in self._conversations())), deadline)
@@ -408,7 +410,7 @@ class Endpoint:
         its end for a loss."""
         if any(admission.handshake.remote_uid is not None for admission in self._connector.dialing):
             return False
-        return all(router.outbound.idle or router.gone for router in self._conversations())
+        return all(router.all_is_said for router in self._conversations())
 
     def abort(self, reason: str = "") -> None:
         """Drop everything at once: peers see a lost connection, and hear `reason` if they can be told right away."""

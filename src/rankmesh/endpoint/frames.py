@@ -76,6 +76,11 @@ class FrameSender:
         self.paused = True
         self._clear = False
 
+    @property
+    def flushed(self) -> bool:
+        """Nothing is about to leave, but for what the other side has to make room for, or to grant, before."""
+        return not self._queue
+
     # ------------------------------------------------------------------ frames of our own
 
     def control(self, kind: Kind, ident: int, lane: Lane = Lane.CONTROL) -> None:

@@ -202,6 +202,10 @@ class Engine:
 
     # ------------------------------------------------------------------ waiting
 
+    def waited(self) -> list[Waited]:
+        """What threads wait for."""
+        return [work for work in (self.leader, *self._followers.values()) if work is not None]
+
     def drive(self, work: Waited, deadline: float) -> None:  # noqa: C901  # the hot path, written out for its speed
         """Return when `work` is done or the deadline has passed."""
         spin = self.background.spin if work.yields else self.spin  # who leads for everybody learns for itself
@@ -307,7 +311,7 @@ class Engine:
         return self.spin.seconds * (SLOT_PATIENCE if self.writers and self.looks else 1)
 
     def _hand_over(self) -> None:
-        """The lead is free: a follower takes it, or the background thread looks for it again."""
+        """The lead is free: a follower takes it, or the background thread looks for it."""
         for parker, work in self._followers.items():
             if not work.finished:  # else it has what it waits for, and is on its way out
                 if parker.locked():
@@ -414,8 +418,7 @@ class Engine:
                 self.acquire()
 
     def may_look(self) -> bool:
-        """Whether a caller that holds the lock may look at one connection itself instead of leading. The background
-        thread, if it leads, no longer does then."""
+        """Whether a caller may look at one connection itself, instead of leading. The background thread stops to."""
         leader = self.leader
         if leader is not None:
             if not leader.yields:
@@ -484,8 +487,7 @@ class Engine:
 
     def _occupied(self) -> bool:
         with self:
-            leading = self.leader is not None and self.leader is not self.background
-            return leading or bool(self._followers)
+            return any(work is not self.background for work in self.waited())
 
     def forked(self) -> None:
         """In a forked child: give up our copies of the descriptors, and nothing else; once, for they may be another's

@@ -25,7 +25,7 @@ from rankmesh.endpoint.work import Work
 from rankmesh.errors import BusyError, ConnectError, PeerError, PeerLost, ProtocolError, RankmeshError, UsageError
 from rankmesh.transport.base import PolledLink
 from rankmesh.wire.header import Flag, Kind
-from rankmesh.wire.messages import Control, Goodbye, Identity, IdleAnswer, IdleAsk, plain
+from rankmesh.wire.messages import Closing, Control, Goodbye, Identity, IdleAnswer, IdleAsk, plain
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
@@ -61,6 +61,8 @@ class PeerRouter(Conversation):
         self.carrier: Carrier | None = None
         #: Why the peer is gone for good, and since when; empty while it is not.
         self.gone = ""
+        #: It says goodbye soon, and takes nothing more.
+        self.closing = False
         self.lost_at = 0.0
         #: Kept open although it is quiet.
         self.pinned = False
@@ -202,6 +204,8 @@ class PeerRouter(Conversation):
         match message:
             case Goodbye(reason, failed):
                 self.lose(reason or "it closed its endpoint", left=not failed)
+            case Closing():
+                self.closing = True
             case IdleAsk() if self.outbound.paused:
                 self.rest()  # both asked at once: that is agreement enough, and the other side may have closed already
             case IdleAsk():
@@ -330,6 +334,16 @@ class PeerRouter(Conversation):
             tag=tag,
             reason=self.gone,
         )
+
+    def say_closing(self) -> None:
+        """Who closes, too, is not to wait for this side to take anything."""
+        if self.link is not None and not (self.gone or self.outbound.paused):
+            self.outbound.message(Closing())
+
+    @property
+    def all_is_said(self) -> bool:
+        """Nothing is unsent that the peer could still take."""
+        return self.outbound.idle or bool(self.gone) or (self.closing and self.outbound.flushed)
 
     def say_goodbye(self, reason: str) -> None:
         """This side sends nothing more. What was sent still arrives."""

@@ -101,7 +101,7 @@ class Send(Work[None]):
 
     def abandon(self) -> None:
         """It need not be sent any more."""
-        self._give_up(CancelledError(f"{self._describe()} was given up by this side."))
+        self._give_up(CancelledError(f"{self.describe()} was given up by this side."))
 
     def _give_up(self, error: RankmeshError) -> None:
         self._router.outbound.withdraw(self)
@@ -161,9 +161,6 @@ class Posted(Work[Status]):
 
     def _enter(self) -> None:
         raise NotImplementedError
-
-    def describe(self) -> str:
-        return self._describe()
 
 
 class Receive(Posted):

@@ -74,7 +74,7 @@ class Work(Generic[T]):
         with self._engine:
             if self.finished:
                 return False
-            self._give_up(CancelledError(f"{self._describe()} was cancelled by this side."))
+            self._give_up(CancelledError(f"{self.describe()} was cancelled by this side."))
             return True
 
     def postpone(self) -> None:
@@ -125,7 +125,7 @@ class Work(Generic[T]):
     def __repr__(self) -> str:
         cancelled = isinstance(self._error, CancelledError)
         state = "cancelled" if cancelled else "failed" if self._error else "done" if self.finished else "pending"
-        return f"<Work {self._describe()}: {state}>"
+        return f"<Work {self.describe()}: {state}>"
 
     # ------------------------------------------------------------------ for the endpoint, with the engine's lock
 
@@ -165,7 +165,7 @@ class Work(Generic[T]):
     def _interrupted(self) -> None:
         """A signal's handler raised: nobody waits any more, and the buffer is the caller's."""
         if not self.finished:
-            self._give_up(CancelledError(f"{self._describe()} was interrupted."))
+            self._give_up(CancelledError(f"{self.describe()} was interrupted."))
 
     def _expire(self) -> None:
         with self._engine:
@@ -180,7 +180,7 @@ class Work(Generic[T]):
     def _late(self, timeout: float) -> DeadlineError:
         now = monotonic()
         known = self.peer.known(now) if self.peer is not None else ""
-        text = f"{self._describe()} did not complete within {timeout:g} s ({now - self.began:.2f} s since it began)."
+        text = f"{self.describe()} did not complete within {timeout:g} s ({now - self.began:.2f} s since it began)."
         if known:
             text += f" {known}"
         return DeadlineError(
@@ -193,7 +193,8 @@ class Work(Generic[T]):
             known=known,
         )
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
+        """What it is, in messages."""
         with_peer = f" {self.peer}" if self.peer is not None else ""
         return f"{self.op}{with_peer}" + (f", tag {self.tag}" if self.tag is not None else "")
 

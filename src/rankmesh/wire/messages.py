@@ -72,6 +72,10 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
             raise ValueError(f"a reason is printable and has at most {TEXT_LIMIT} characters")
 
 
+class Closing(msgspec.Struct, tag="closing", frozen=True):
+    """This side says goodbye as soon as it has sent all it has to: it takes nothing that it has not granted yet."""
+
+
 class Lost(msgspec.Struct, tag="lost", frozen=True):
     """A third party is gone: whoever learns first tells the rest."""
 
@@ -93,7 +97,7 @@ class IdleAnswer(msgspec.Struct, tag="idle!", frozen=True):
     agreed: bool
 
 
-Control = Goodbye | Lost | IdleAsk | IdleAnswer
+Control = Goodbye | Closing | Lost | IdleAsk | IdleAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 _control = msgspec.msgpack.Decoder(Control)
