@@ -15,12 +15,14 @@ from rankmesh.collectives import CollectiveAgent, GroupContext, UnevenCollective
 from rankmesh.collectives.space import Part, Space
 from rankmesh.collectives.starting import Options
 from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
-from rankmesh.endpoint.hub import Hub
 from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag, new_status
+from rankmesh.endpoint.ranks import Ranks
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.endpoint.transfers import Receive
 from rankmesh.errors import ClosedError, UsageError
-from rankmesh.node import Peer
+from rankmesh.memory import MemoryAgent
+from rankmesh.node import Endpoint, Peer
+from rankmesh.rpc import RpcAgent
 from rankmesh.wire.header import Flag
 
 #: The world's tag space; 0 belongs to endpoints without ranks.
@@ -54,17 +56,19 @@ class Group(UnevenCollectives):
     """Some ranks of a mesh, numbered from 0. `split`, `group` and `dup` of a mesh or a group make them; use it as a
     context manager, or close it.
 
-    `peers[r]` is rank r of the group: its functions (`peers[r].call`) and its memory (`peers[r].open`) are there too.
+    `peers[r]` is rank r of the group; `rpc` and `memory` take ranks of the group. Errors, and Peers (`peer.rank`,
+    `rm.current_call().caller.rank`), name ranks of the mesh: `peers.index(caller)` is the caller's rank in the group.
     All methods may be used from many threads. Every call that can wait takes `timeout` in seconds (None:
     Config.timeout).
     """
 
     #: What this is called in messages.
     _kind = "group"
+    _rpc: RpcAgent | None = None
 
     def _form(
         self,
-        hub: Hub,
+        endpoint: Endpoint,
         agent: CollectiveAgent,
         number: int,
         rank: int,
@@ -72,19 +76,20 @@ class Group(UnevenCollectives):
         numbers: Iterator[int],
     ) -> None:
         """Become the group of these peers. With the engine's lock."""
+        hub = endpoint.hub
         self.rank = rank
         self.size = len(peers)
         #: One per rank, this one's own too.
-        self.peers = peers
+        self.peers: Sequence[Peer] = peers
         self._number = number
+        self._endpoint = endpoint
         self._hub = hub
         self._agent = agent
         self._numbers = numbers
         self._routers: list[Router] = [peer.router for peer in peers]
-        self._ranks = {router.index: at for at, router in enumerate(self._routers)}
-        self._messages = Messages(hub, number, self._ranks, _AnyRank(self))
-        #: Ranks that can be reached: none once it is closed.
-        self._reach = self.size
+        self._ranks = ranks = Ranks(self._kind, self._routers)
+        self._messages = Messages(hub, number, ranks.numbers, _AnyRank(self))
+        self._memory = endpoint.memory.among(ranks)
         if self.size > 1:
             hub.members[number] = {router.index for router in self._routers if isinstance(router, PeerRouter)}
         self._recipes = {}
@@ -94,14 +99,14 @@ class Group(UnevenCollectives):
 
     def send(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> None:
         """Send a buffer (numpy array, bytes, memoryview …) from where it lies. On return it may be reused."""
-        if not (0 <= to < self._reach and 0 <= tag <= MAX_TAG):
-            self._router(to)
+        if not (0 <= to < self._ranks.reach and 0 <= tag <= MAX_TAG):
+            self._ranks.router(to)
             raise bad_tag(tag)
         self._routers[to].outbound.send_buffer(self._number, tag, data, timeout)
 
     def recv(self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
         """Receive into a buffer. Raises TruncationError if it is too small, PeerLost if `source` is gone."""
-        if not (0 <= source < self._reach and 0 <= tag <= MAX_TAG):
+        if not (0 <= source < self._ranks.reach and 0 <= tag <= MAX_TAG):
             peer, _ = self._source(source)
             return self._messages.recv(peer, None if peer is None else peer.router, out, tag, timeout)
         router = self._routers[source]  # what Messages.recv does, with a call less
@@ -113,7 +118,7 @@ class Group(UnevenCollectives):
 
     def isend(self, data: Any, to: int, tag: int = 0, timeout: float | None = None) -> Work[None]:
         """Like `send`, without waiting. The buffer belongs to the Work until it is done."""
-        return self._messages.isend(self._router(to), data, tag, timeout)
+        return self._messages.isend(self._ranks.router(to), data, tag, timeout)
 
     def irecv(
         self, out: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None
@@ -124,7 +129,7 @@ class Group(UnevenCollectives):
 
     def send_object(self, obj: Any, to: int, tag: int = 0, timeout: float | None = None) -> None:
         """Send an object by the codec: msgpack, arrays out of band, no pickle unless Config allows it."""
-        self._messages.send_object(self._router(to), obj, tag, timeout)
+        self._messages.send_object(self._ranks.router(to), obj, tag, timeout)
 
     def recv_object(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Any:
         """Receive an object of any size."""
@@ -144,7 +149,7 @@ class Group(UnevenCollectives):
         """Send to one rank and receive from another (None: the same) at once; a ring of these does not deadlock."""
         peer, index = self._source(to if source is None else source)
         return self._messages.sendrecv(
-            self._router(to), peer, index, data, out, tag, tag if recv_tag is None else recv_tag, timeout
+            self._ranks.router(to), peer, index, data, out, tag, tag if recv_tag is None else recv_tag, timeout
         )
 
     def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG, timeout: float | None = None) -> Status:
@@ -156,25 +161,32 @@ class Group(UnevenCollectives):
         """Like `probe`, without waiting: None when there is no message now."""
         return self._messages.iprobe(self._source(source)[1], tag)
 
-    def _router(self, rank: int) -> Router:
-        if not 0 <= rank < self._reach:
-            raise self._bad_rank(rank)
-        return self._routers[rank]
-
     def _source(self, rank: int) -> tuple[Peer | None, int]:
-        if rank == ANY_SOURCE and self._reach:
+        ranks = self._ranks
+        if rank == ANY_SOURCE and ranks.reach:
             return None, ANY_SOURCE
-        if not 0 <= rank < self._reach:
-            raise self._bad_rank(rank)
-        return self.peers[rank], self._routers[rank].index
+        index = ranks.router(rank).index
+        return self.peers[rank], index
 
-    def _bad_rank(self, rank: int) -> UsageError | ClosedError:
-        if not self._reach:
-            return ClosedError(self._closed_text)
-        return UsageError(
-            f"There is no rank {rank} in a {self._kind} of {self.size}: ranks are 0 … {self.size - 1}. "
-            "Correct the rank."
-        )
+    # ------------------------------------------------------------------ calls and memory
+
+    @property
+    def rpc(self) -> RpcAgent:
+        """Functions that others may call, and calls of theirs by rank: of this group, or of the mesh. Functions belong
+        to the process: one registered here can be called by everybody who is connected, by whichever group."""
+        if self._rpc is None or not self._ranks.reach:
+            self._ranks.check_open()
+            self._rpc = self._endpoint.rpc.among(self._ranks)
+        return self._rpc
+
+    @property
+    def memory(self) -> MemoryAgent:
+        """Memory that others may read and write, and theirs by rank: of this group, or of the mesh. Regions belong to
+        the process: each name is used once, and everybody whom `allow=` admits can open it, by whichever group. The
+        ranks in `allow=`, and those that a region's notifications come from, are ranks of the group it was registered
+        by; a Peer stands for who is not in it."""
+        self._ranks.check_open()
+        return self._memory
 
     # ------------------------------------------------------------------ groups of this one's ranks
 
@@ -200,7 +212,7 @@ class Group(UnevenCollectives):
         if len(set(members)) != len(members) or not members:
             raise UsageError(f"A group is of different ranks, at least one, not {members}. Correct the list.")
         for rank in members:
-            self._router(rank)
+            self._ranks.router(rank)
         if self.rank not in members:
             return None
         tag = _FOUNDING - crc32(repr(members).encode())
@@ -235,7 +247,7 @@ class Group(UnevenCollectives):
         with self._hub.engine:
             self._hub.check_open()
             peers = [self.peers[rank] for rank in members]
-            made._form(self._hub, self._agent, number, members.index(self.rank), peers, self._numbers)
+            made._form(self._endpoint, self._agent, number, members.index(self.rank), peers, self._numbers)
         return made
 
     # ------------------------------------------------------------------ the end
@@ -246,9 +258,9 @@ class Group(UnevenCollectives):
         """End what is under way in this group, on this rank, and forget what came for it. Others are not disturbed."""
         hub = self._hub
         with hub.engine:
-            if not self._reach:
+            if not self._ranks.reach:
                 return
-            self._reach = 0
+            self._ranks.close(self._closed_text)
             self._agent.remove(self._context, self._closed_text)
             hub.members.pop(self._number, None)
             for receive in hub.matcher.posted(group=self._number):
@@ -272,5 +284,5 @@ class Group(UnevenCollectives):
 
     def __repr__(self) -> str:
         lost = sum(bool(peer.router.gone) for peer in self.peers)
-        state = "closed" if not self._reach else f"{lost} lost" if lost else "all well"
+        state = "closed" if not self._ranks.reach else f"{lost} lost" if lost else "all well"
         return f"<Group {self._number}, rank {self.rank} of {self.size}: {state}>"
