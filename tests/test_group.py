@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankmesh import AccessDenied, Channel, ClosedError, Config, Group, Mesh, Peer, UsageError, current_call
+from peers import Call
+from rankmesh import AccessDenied, Channel, ClosedError, Config, Group, Mesh, Peer, UsageError, Work, current_call
+from rankmesh.endpoint.hub import MOST_CLOSED
 from rankmesh.testing import run_world
 from ranks import run_ranks
-from timing import scaled
+from timing import scaled, wait_until
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
@@ -236,3 +238,111 @@ def _closed_group_calls_nobody(mesh: Mesh) -> None:
 
 def test_a_closed_group_calls_nobody_and_its_functions_and_regions_stay() -> None:
     run_world(2, _closed_group_calls_nobody, config=CONFIG, timeout=LIMIT)
+
+
+#: Messages that are sent into a closed group: more than the credit of a peer has room for, each under its own tag.
+MANY, NBYTES = 400, 60_000
+
+
+def _sends_into_a_closed_group(mesh: Mesh) -> None:
+    group = mesh.dup()
+    if mesh.rank == 1:
+        group.close()
+        mesh.barrier()
+        got = bytearray(30_000)
+        mesh.recv(got, source=0, timeout=scaled(10))
+        assert got == b"p" * 30_000
+        mesh.barrier()
+        assert not [*mesh._hub.matcher.unexpected()]
+    else:
+        mesh.barrier()
+        for tag in range(MANY):
+            group.send(bytes(NBYTES), to=1, tag=tag, timeout=scaled(10))
+        large = group.isend(bytes(10**6), to=1)
+        group.send_object({"text": "x" * 1000}, to=1)
+        large.wait(scaled(10))
+        mesh.send(b"p" * 30_000, to=1, timeout=scaled(10))
+        mesh.barrier()
+        assert mesh._hub.config.peer_credit_bytes < MANY * NBYTES
+        group.close()
+
+
+@worlds
+def test_who_goes_on_sending_into_a_closed_group_keeps_its_credit(world: str) -> None:
+    in_world(world, 2, _sends_into_a_closed_group)
+
+
+def _late_group(mesh: Mesh) -> None:
+    """Rank 0 sends in a group that rank 1 makes later than another, of a higher number, which it has closed."""
+    large: Work[None] | None = None
+    if mesh.rank == 0:
+        pair = mesh.group([0, 1])
+        assert pair is not None
+        pair.send(b"early", to=1)
+        large = pair.isend(b"L" * 10**6, to=1, tag=1)
+    world = mesh.group([0, 1, 2])
+    assert world is not None
+    world.barrier()
+    world.close()
+    mesh.barrier()
+    if mesh.rank == 1:
+        pair = mesh.group([0, 1])
+        assert pair is not None
+        assert pair._number < world._number
+        got, all_of_it = bytearray(5), bytearray(10**6)
+        pair.recv(got, source=0, tag=0)
+        pair.recv(all_of_it, source=0, tag=1)
+        assert got == b"early"
+        assert all_of_it == b"L" * 10**6
+    if large is not None:
+        large.wait(scaled(10))
+
+
+@worlds
+def test_messages_for_a_group_that_is_still_to_be_made_are_kept(world: str) -> None:
+    in_world(world, 3, _late_group)
+
+
+def _kept_for_oneself(mesh: Mesh) -> None:
+    group = mesh.dup()
+    router = mesh._routers[0]
+    before = router._kept  # type: ignore[union-attr]  # of the world's only rank, which is this one
+    group.send(bytes(1000), to=0, tag=1)
+    large = group.isend(bytes(10**6), to=0, tag=2)
+    assert router._kept > before  # type: ignore[union-attr]
+    assert not large.done()
+    group.close()
+    large.wait(scaled(5))
+    assert router._kept == before  # type: ignore[union-attr]
+    assert not [*mesh._hub.matcher.unexpected()]
+
+
+def test_what_a_rank_sent_itself_goes_with_the_group() -> None:
+    run_world(1, _kept_for_oneself, config=CONFIG, timeout=LIMIT)
+
+
+def _probed(mesh: Mesh) -> None:
+    group = mesh.dup()
+    probing = Call(group.probe)
+    wait_until(lambda: mesh._hub.probes, 10)
+    group.close()
+    with pytest.raises(ClosedError, match="group is closed"):
+        probing.result()
+    assert mesh._hub.probes == []
+
+
+def test_a_probe_ends_with_its_group() -> None:
+    run_world(1, _probed, config=CONFIG, timeout=LIMIT)
+
+
+def _closes_many(mesh: Mesh) -> None:
+    hub = mesh._hub
+    with hub.engine:
+        for number in range(100, 100 + MOST_CLOSED + 5):
+            hub.close_group(number, "")
+    assert len(hub.closed_groups) == MOST_CLOSED
+    assert [number in hub.closed_groups for number in (104, 105, 100 + MOST_CLOSED + 4)] == [False, True, True]
+
+
+def test_closed_groups_are_remembered_up_to_a_bound() -> None:
+    run_world(1, _closes_many, config=CONFIG, timeout=LIMIT)

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from rankmesh.buffers import EMPTY, writable
+from rankmesh.buffers import writable
 from rankmesh.collectives import CollectiveAgent, GroupContext, UnevenCollectives
 from rankmesh.collectives.space import Part, Space
 from rankmesh.collectives.starting import Options
@@ -18,12 +18,10 @@ from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
 from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag, new_status
 from rankmesh.endpoint.ranks import Ranks
 from rankmesh.endpoint.router import PeerRouter, Router
-from rankmesh.endpoint.transfers import Receive
-from rankmesh.errors import ClosedError, UsageError
+from rankmesh.errors import UsageError
 from rankmesh.memory import MemoryAgent
 from rankmesh.node import Endpoint, Peer
 from rankmesh.rpc import RpcAgent
-from rankmesh.wire.header import Flag
 
 #: The world's tag space; 0 belongs to endpoints without ranks.
 WORLD: Final = 1
@@ -255,26 +253,15 @@ class Group(UnevenCollectives):
     _closed_text = "This group is closed. Make another, or use the one it was made from."
 
     def close(self) -> None:
-        """End what is under way in this group, on this rank, and forget what came for it. Others are not disturbed."""
+        """End what is under way in this group, on this rank, and drop what came for it and what still comes: to who
+        goes on sending it seems received. Others are not disturbed."""
         hub = self._hub
         with hub.engine:
             if not self._ranks.reach:
                 return
             self._ranks.close(self._closed_text)
             self._agent.remove(self._context, self._closed_text)
-            hub.members.pop(self._number, None)
-            for receive in hub.matcher.posted(group=self._number):
-                hub.matcher.unpost(receive)
-                receive.fail(ClosedError(self._closed_text))
-            for message in list(hub.matcher.unexpected()):
-                if message.group == self._number:  # a receive for nothing: it returns the credit, or refuses the bytes
-                    is_object = bool(message.flags & Flag.OBJECT)
-                    source, tag = message.source, message.match_tag
-                    hub.post(
-                        Receive(
-                            hub, "close of", message.router.peer, self._number, source, tag, EMPTY, is_object, {}, 0.0
-                        )
-                    )
+            hub.close_group(self._number, self._closed_text)
 
     def __enter__(self) -> Self:
         return self

@@ -49,6 +49,7 @@ class Inbound:
         self._engine = router.engine
         self._matcher = router.hub.matcher
         self._members = router.hub.members
+        self._closed_groups = router.hub.closed_groups
         self._link: Link | None = None
         #: Frames were read and not yet looked at; the router is in the engine's backlog.
         self.backlogged = False
@@ -318,7 +319,10 @@ class Inbound:
                 return
             receive = self._hub.fitting(receive, self._index, group, tag, flags)
         self._credit.arrived(nbytes + OVERHEAD)
-        if receive is None:
+        if receive is None and group in self._closed_groups:
+            self._consumed(group, tag, nbytes)
+            self._parser.drop()
+        elif receive is None:
             view = self._room(nbytes, flags)
             if self._parser.into(view):
                 self._hub.keep(Message(self.router, group, tag, flags, nbytes, view))
@@ -389,10 +393,21 @@ class Inbound:
                 if isinstance(message.payload.obj, bytearray):
                     self._hub.pool.give(message.payload.obj)
             receive.arrived(self.router.index, message.match_tag, nbytes)
+        self._left(message)
+
+    def drop(self, message: Message) -> None:
+        """Nobody will receive a message that does not wait (any more): its credit goes back, or it is refused."""
+        if message.payload is None:
+            self.incoming.refuse(message)
+        else:
+            self._left(message)
+
+    def _left(self, message: Message) -> None:
+        """A message that was kept has left the queue."""
         if message in self._unowed:
             self._unowed.remove(message)
         else:
-            self._consumed(message.group, message.match_tag, nbytes)
+            self._consumed(message.group, message.match_tag, message.nbytes)
 
     # ------------------------------------------------------------------ RPC
 
