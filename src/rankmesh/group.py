@@ -4,8 +4,9 @@ the group of all ranks."""
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final, Self, SupportsIndex
 from zlib import crc32
 
 import numpy as np
@@ -18,7 +19,7 @@ from rankmesh.endpoint import ANY_SOURCE, ANY_TAG, Status, Work
 from rankmesh.endpoint.messages import MAX_TAG, Messages, bad_tag, new_status
 from rankmesh.endpoint.ranks import Ranks
 from rankmesh.endpoint.router import PeerRouter, Router
-from rankmesh.errors import UsageError
+from rankmesh.errors import DeadlineError, UsageError
 from rankmesh.memory import MemoryAgent
 from rankmesh.node import Endpoint, Peer
 from rankmesh.rpc import RpcAgent
@@ -29,6 +30,28 @@ WORLD: Final = 1
 _NUMBERS: Final = 2**32
 #: Tags under which members of a new group are told its number; beyond those of collectives.
 _FOUNDING: Final = -(2**62)
+#: What to do where a new group's number does not come.
+_ALIKE: Final = (
+    "See that all its members call group() with the same ranks in the same order, or pass a larger timeout=."
+)
+#: Ranks of a group that messages of errors name; of more, these are the first.
+_SHOWN: Final = 16
+
+
+def _shown(members: Sequence[int]) -> str:
+    more = f", … {len(members)} ranks" if len(members) > _SHOWN else ""
+    return f"[{', '.join(map(str, members[:_SHOWN]))}{more}]"
+
+
+def _whole(name: str, value: Any, of: str = "split") -> int:
+    """An integer among the arguments that ranks tell each other. Raises UsageError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not -(2**63) <= number < 2**63:
+        raise UsageError(f"{of}() takes integers of 64 bits as {name}=, not {value!r}. Pass such.")
+    return number
 
 
 def group_numbers(rank: int, size: int) -> Iterator[int]:
@@ -188,25 +211,27 @@ class Group(UnevenCollectives):
 
     # ------------------------------------------------------------------ groups of this one's ranks
 
-    def split(self, color: int | None, key: int = 0, timeout: float | None = None) -> Group | None:
+    def split(self, color: SupportsIndex | None, key: SupportsIndex = 0, timeout: float | None = None) -> Group | None:
         """A group of the ranks that pass the same `color`, in the order of `key`, then of rank. Every rank calls it;
-        one that passes None is in no group, and gets None."""
+        one that passes None is in no group, and gets None. Both are integers of 64 bits."""
+        coloured, its_color = color is not None, 0 if color is None else _whole("color", color)
+        its_key = _whole("key", key)
         options = Options(timeout=timeout)
-        founded = self._found()
         told = np.zeros((self.size, 4), np.int64)
-        told[self.rank] = (color is not None, color or 0, key, founded)
+        told[self.rank] = (coloured, its_color, its_key, self._found())
         chosen = self._choose("all_gather", told[0].nbytes, options)
         space = Space(Part(told.reshape(-1), [4] * self.size))
         self._run(chosen, space, lambda: None, options, name="split")
-        if color is None:
+        if not coloured:
             return None
-        alike = [rank for rank, (coloured, its, _, _) in enumerate(told.tolist()) if coloured and its == color]
+        alike = np.flatnonzero((told[:, 0] == 1) & (told[:, 1] == its_color)).tolist()
         members = sorted(alike, key=lambda rank: (int(told[rank, 2]), rank))
         return self._group(int(told[members[0], 3]), members)
 
-    def group(self, ranks: Sequence[int], timeout: float | None = None) -> Group | None:
-        """A group of these ranks, in this order. Only they need to call it; another rank gets None."""
-        members = [int(rank) for rank in ranks]
+    def group(self, ranks: Sequence[SupportsIndex], timeout: float | None = None) -> Group | None:
+        """A group of these ranks, in this order. Only they need to call it, all with the same list; another rank gets
+        None."""
+        members = [_whole("ranks", rank, "group") for rank in ranks]
         if len(set(members)) != len(members) or not members:
             raise UsageError(f"A group is of different ranks, at least one, not {members}. Correct the list.")
         for rank in members:
@@ -221,8 +246,14 @@ class Group(UnevenCollectives):
                 self._routers[rank].outbound.send_buffer(self._number, tag, number.to_bytes(4, "little"), timeout)
         else:
             told = bytearray(4)
-            view = memoryview(told)
-            self._messages.await_message(self.peers[founder], self._routers[founder].index, view, tag, timeout)
+            op = f"group({_shown(members)}), whose number comes from"
+            try:
+                self._messages.await_message(
+                    self.peers[founder], self._routers[founder].index, memoryview(told), tag, timeout, op
+                )
+            except DeadlineError as late:
+                late.hint = _ALIKE
+                raise
             number = int.from_bytes(told, "little")
         return self._group(number, members)
 

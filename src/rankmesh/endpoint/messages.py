@@ -75,11 +75,13 @@ class Messages:
                 return new_status(Status, (self._sources.get(source), tag, len(view)))
         return self.await_message(peer, source, view, tag, timeout)
 
-    def await_message(self, peer: Any, source: int, view: memoryview, tag: int, timeout: float | None) -> Status:
+    def await_message(
+        self, peer: Any, source: int, view: memoryview, tag: int, timeout: float | None, op: str = "recv from"
+    ) -> Status:
         """The rest of `recv`, where looking for the message directly was no use."""
         return Receive(
             self._hub,
-            "recv from",
+            op,
             self._anyone if peer is None else peer,
             self.group,
             source,
