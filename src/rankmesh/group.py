@@ -167,7 +167,8 @@ class Group(UnevenCollectives):
         recv_tag: int | None = None,
         timeout: float | None = None,
     ) -> Status:
-        """Send to one rank and receive from another (None: the same) at once; a ring of these does not deadlock."""
+        """Send to one rank and receive from another (None: the same) at once; a ring of these does not deadlock. `data`
+        and `out` must not overlap."""
         peer, index = self._source(to if source is None else source)
         return self._messages.sendrecv(
             self._ranks.router(to), peer, index, data, out, tag, tag if recv_tag is None else recv_tag, timeout
