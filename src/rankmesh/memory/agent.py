@@ -79,7 +79,7 @@ class MemoryAgent:
 
         `buffer`: a numpy array, a bytearray, a memoryview, an mmap, a CPU tensor; contiguous, and kept alive by the
         region. `access`: "r", "w" or "rw". `allow`: who may use it (Peers, ranks, names of peers); None: everybody that
-        is connected. A name is used once at a time.
+        is connected. A name is used once at a time, by whichever group the region is registered.
         """
         encode_name(name)
         region = Region(self._server, name, buffer, access, self._server.new_generation())

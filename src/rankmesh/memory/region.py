@@ -54,7 +54,8 @@ class Refusal(Exception):
 
 
 class Notification(NamedTuple):
-    """A write that told of itself: under which key, and who wrote (a Peer, or a rank)."""
+    """A write that told of itself: under which key, and who wrote: a rank, as the mesh or the group counts by which the
+    region was registered, or a Peer that has none there."""
 
     key: str | int
     source: Any
