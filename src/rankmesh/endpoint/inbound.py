@@ -49,7 +49,6 @@ class Inbound:
         self._engine = router.engine
         self._matcher = router.hub.matcher
         self._members = router.hub.members
-        self._closed_groups = router.hub.closed_groups
         self._link: Link | None = None
         #: Frames were read and not yet looked at; the router is in the engine's backlog.
         self.backlogged = False
@@ -319,10 +318,7 @@ class Inbound:
                 return
             receive = self._hub.fitting(receive, self._index, group, tag, flags)
         self._credit.arrived(nbytes + OVERHEAD)
-        if receive is None and group in self._closed_groups:
-            self._consumed(group, tag, nbytes)
-            self._parser.drop()
-        elif receive is None:
+        if receive is None:
             view = self._room(nbytes, flags)
             if self._parser.into(view):
                 self._hub.keep(Message(self.router, group, tag, flags, nbytes, view))
@@ -390,8 +386,7 @@ class Inbound:
                 receive.view = message.payload
             elif nbytes:
                 receive.view[:nbytes] = message.payload
-                if isinstance(message.payload.obj, bytearray):
-                    self._hub.pool.give(message.payload.obj)
+                self._recycle(message.payload)
             receive.arrived(self.router.index, message.match_tag, nbytes)
         self._left(message)
 
@@ -400,7 +395,13 @@ class Inbound:
         if message.payload is None:
             self.incoming.refuse(message)
         else:
+            self._recycle(message.payload)
             self._left(message)
+
+    def _recycle(self, payload: memoryview) -> None:
+        """Memory that a message waited in may be used for the next."""
+        if isinstance(payload.obj, bytearray):
+            self._hub.pool.give(payload.obj)
 
     def _left(self, message: Message) -> None:
         """A message that was kept has left the queue."""
