@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankmesh.buffers import BufferPool, RecyclingPool, copy, readable, writable
+from rankmesh.buffers import BufferPool, RecyclingPool, copy, overlap, readable, writable
 from rankmesh.config import MIB
 from rankmesh.errors import UsageError
 
@@ -299,3 +299,21 @@ def test_copies_of_rows() -> None:
     numbers = np.zeros(4)
     copy(numbers[1, ...], np.ones(4)[1, ...])  # arrays without dimensions
     assert numbers.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "one, other, expected",
+    [
+        (slice(0, 10), slice(0, 10), True),
+        (slice(0, 10), slice(9, 20), True),
+        (slice(5, 6), slice(0, 10), True),
+        (slice(0, 10), slice(10, 20), False),
+        (slice(5, 5), slice(0, 10), False),
+        (slice(5, 5), slice(5, 5), False),
+    ],
+)
+def test_overlap_is_a_byte_in_common(one: slice, other: slice, expected: bool) -> None:
+    memory = np.zeros(20)
+    assert overlap(readable(memory[one]), writable(memory[other])) is expected
+    assert overlap(readable(memory[other].data.toreadonly()), writable(memory[one])) is expected
+    assert not overlap(readable(memory[one]), writable(np.zeros(20)[other]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,25 @@ def _ring(mesh: Mesh, nbytes: int) -> None:
 @pytest.mark.parametrize("size, nbytes", [(2, 0), (2, 4 * MIB), (5, 10), (5, 200 * KIB)])
 def test_ring_of_sendrecv_does_not_deadlock(transport: str, size: int, nbytes: int) -> None:
     run_world(size, _ring, transport, args=(nbytes,))
+
+
+def _exchange_in_place(mesh: Mesh) -> None:
+    """What came would have been mixed into what was still to be sent."""
+    memory = pattern(2_400_000, mesh.rank)
+    other, group = 1 - mesh.rank, mesh.dup()
+    peer = mesh.peers[other]
+    for data, out in ((memory, memory), (memory, memory.view(np.int64)), (memory[:1000], memory[999:2000])):
+        for exchange in (partial(mesh.sendrecv, to=other), partial(group.sendrecv, to=other), peer.sendrecv):
+            with pytest.raises(UsageError, match=r"data and out that share memory.* Pass an out of its own"):
+                exchange(data, out)
+    assert np.array_equal(memory, pattern(2_400_000, mesh.rank))
+    half = len(memory) // 2
+    mesh.sendrecv(memory[:half], memory[half:], to=other, timeout=SOON)  # side by side, which is no overlap
+    assert np.array_equal(memory[half:], pattern(2_400_000, other)[:half])
+
+
+def test_sendrecv_of_overlapping_memory_is_refused(transport: str) -> None:
+    run_world(2, _exchange_in_place, transport)
 
 
 def _everybody_to_everybody(mesh: Mesh) -> None:

@@ -65,6 +65,13 @@ def address_of(view: memoryview) -> int:
     return address
 
 
+def overlap(one: memoryview, other: memoryview) -> bool:
+    """Whether two flat views of bytes have a byte in common."""
+    if not (one.nbytes and other.nbytes):
+        return False
+    return np.may_share_memory(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+
+
 def _unusual(data: Any) -> memoryview:
     """What a plain cast does not take: empty and foreign arrays, formats memoryview does not know."""
     try:

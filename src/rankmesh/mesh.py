@@ -21,9 +21,7 @@ from rankmesh.group import WORLD, Group, group_numbers
 from rankmesh.membership.environment import detect
 from rankmesh.membership.rendezvous import Meeting, Member, host_store, meet, open_endpoint, read_file
 from rankmesh.membership.store import StoreServer
-from rankmesh.memory import MemoryAgent
 from rankmesh.node import Endpoint, Peer
-from rankmesh.rpc import RpcAgent
 from rankmesh.wire.messages import Control, Lost, plain
 
 logger = logging.getLogger("rankmesh")
@@ -121,7 +119,6 @@ class Mesh(Group):
         server: StoreServer | None = None,
     ) -> None:
         self.epoch = 0
-        self._endpoint = endpoint
         self._server = server
         hub = endpoint.hub
         with hub.engine:
@@ -129,8 +126,7 @@ class Mesh(Group):
             peers = [peer for peer in added if isinstance(peer, Peer)]
             numbers = group_numbers(rank, len(members))
             places = {peer.router.index: member.place for peer, member in zip(peers, members, strict=True)}
-            self._form(hub, CollectiveAgent(endpoint, chooser, places), WORLD, rank, peers, numbers)
-            endpoint.number_ranks(self._routers)
+            self._form(endpoint, CollectiveAgent(endpoint, chooser, places), WORLD, rank, peers, numbers)
             hub.on_lost = self._on_lost
             hub.on_control = self._on_control
 
@@ -162,20 +158,10 @@ class Mesh(Group):
         numpy.empty's, except that a forked child shares it instead of having a copy."""
         return self._hub.empty(shape, dtype)
 
-    @property
-    def rpc(self) -> RpcAgent:
-        """Functions that other ranks may call, and calls of theirs."""
-        return self._endpoint.rpc
-
-    @property
-    def memory(self) -> MemoryAgent:
-        """Memory that other ranks may read and write, and theirs."""
-        return self._endpoint.memory
-
     # ------------------------------------------------------------------ losses: whoever learns first tells the rest
 
     def _on_lost(self, router: PeerRouter, left: bool) -> None:
-        if router.index not in self._ranks or self._hub.closed:
+        if router.index not in self._ranks.numbers or self._hub.closed:
             return
         logger.log(logging.INFO if left else logging.WARNING, "%s is lost: %s.", router.peer, router.gone)
         if not left:

@@ -7,11 +7,9 @@ beginning: others may wait for regions before there is any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rankmesh import endpoint
-from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.work import Work
 from rankmesh.memory import MemoryAgent, RegionInfo, RemoteRegion
 from rankmesh.rpc import Channel, Ref, RpcAgent, Stream
@@ -86,10 +84,9 @@ class Endpoint(endpoint.Endpoint):
     #: Memory that others may read and write, and theirs.
     memory: MemoryAgent
     _rpc: RpcAgent | None = None
-    _ranks: Sequence[Router] | None = None
 
     def _serve(self) -> None:
-        self.memory = MemoryAgent(self, lambda: self._ranks)
+        self.memory = MemoryAgent(self)
 
     def _make_peer(self, **about: Any) -> Peer:
         return Peer(self, **about)
@@ -100,12 +97,8 @@ class Endpoint(endpoint.Endpoint):
         if self._rpc is None:
             with self.hub.engine:
                 if self._rpc is None:
-                    self._rpc = RpcAgent(self, self._ranks)
+                    self._rpc = RpcAgent(self)
         return self._rpc
-
-    def number_ranks(self, ranks: Sequence[Router]) -> None:
-        """A mesh says who its ranks are, before anybody calls one."""
-        self._ranks = ranks
 
     @property
     def peers(self) -> list[Peer]:  # type: ignore[override]  # those that `_make_peer` made

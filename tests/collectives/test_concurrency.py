@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from peers import Call
-from rankmesh import CancelledError, ClosedError, Config, Mesh, PeerError, UsageError, Work
+from rankmesh import CancelledError, ClosedError, Config, DeadlineError, Mesh, PeerError, UsageError, Work
 from rankmesh.collectives.choosing import ALGORITHMS
 from rankmesh.config import MIB
 from rankmesh.testing import run_world
@@ -264,3 +264,52 @@ def _bad_groups(mesh: Mesh) -> None:
 
 def test_groups_that_cannot_be() -> None:
     run_world(2, _bad_groups, config=CONFIG, timeout=LIMIT)
+
+
+def _bad_split(mesh: Mesh) -> None:
+    for color, key in ((0.5, 0), ("red", 0), (2**63, 0), (-(2**63) - 1, 0), (0, 0.5), (0, None), (None, 2**63)):
+        with pytest.raises(UsageError, match=r"split\(\) takes integers of 64 bits as (color|key)="):
+            mesh.split(color, key)  # type: ignore[arg-type]  # which is what is wrong with them
+    assert mesh.sequence == 0
+    with pytest.raises(UsageError, match=r"group\(\) takes integers of 64 bits as ranks=, not 0.5"):
+        mesh.group([0.5, 1])  # type: ignore[list-item]  # the same
+    assert mesh.all_reduce(1) == mesh.size
+
+
+def test_a_split_by_what_is_no_integer_is_refused_before_anything_is_sent() -> None:
+    run_world(2, _bad_split, config=CONFIG, timeout=LIMIT)
+
+
+def _colours(mesh: Mesh) -> None:
+    for color, key in ((-1 - mesh.rank % 2, -mesh.rank), (np.int64(mesh.rank % 2), np.int8(-mesh.rank))):
+        group = mesh.split(color, key)
+        assert group is not None
+        assert group.all_gather_object(mesh.rank) == [rank for rank in (3, 2, 1, 0) if rank % 2 == mesh.rank % 2]
+    least, most = mesh.split(-(2**63) if mesh.rank else 2**63 - 1), mesh.split(np.uint8(7) if mesh.rank else None)
+    assert least is not None
+    assert least.size == (3 if mesh.rank else 1)
+    assert (None if most is None else most.size) == (3 if mesh.rank else None)
+
+
+def test_colours_may_be_negative_and_numpys() -> None:
+    run_world(4, _colours, config=CONFIG, timeout=LIMIT)
+
+
+def _differing_lists(mesh: Mesh) -> None:
+    if mesh.rank == 2:
+        with pytest.raises(DeadlineError) as caught:
+            mesh.group([0, 2], timeout=0.2)
+        error = caught.value
+        assert error.op == "group([0, 2]), whose number comes from"
+        assert "rank 0" in error.peer
+        assert str(error).startswith(f"group([0, 2]), whose number comes from {mesh.peers[0]} did not complete")
+        assert str(error).endswith(
+            "See that all its members call group() with the same ranks in the same order, or pass a larger timeout=."
+        )
+    else:
+        assert mesh.group([0, 1]) is not None
+    mesh.barrier()
+
+
+def test_a_group_of_differing_lists_says_what_was_made_and_who_is_waited_for() -> None:
+    run_world(3, _differing_lists, config=CONFIG, timeout=LIMIT)

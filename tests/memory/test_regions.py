@@ -332,6 +332,16 @@ def test_memory_is_let_go_after_all_kinds_of_use(sides: Sides) -> None:
     large.clear()  # nor can a buffer change its size that something refers to
 
 
+def test_a_small_read_or_write_of_oneself_is_not_waited_for_in_vain(near: Sides) -> None:
+    """The answer came before anybody was there to take it."""
+    region = near.register(bytearray(b"abcdefgh"))
+    mine, out = near.owner.memory.open(near.owner, "kv"), bytearray(4)
+    mine.read(out, offset=2, timeout=SOON)
+    assert out == b"cdef"
+    mine.write(b"XY", offset=6, timeout=SOON)
+    assert region.array.tobytes() == b"abcdefXY"
+
+
 def test_a_refused_write_to_oneself_leaves_nothing(near: Sides) -> None:
     near.register(bytes(MIB), access="r")
     mine = near.owner.memory.open(near.owner, "kv")

@@ -67,8 +67,12 @@ async def work_knows_its_result(work: Work[int]) -> None:
     work.result("soon")  # type: ignore[arg-type]
 
 
-def calls_are_typed(mesh: rm.Mesh, endpoint: rm.Endpoint, peer: rm.Peer) -> None:
+def calls_are_typed(mesh: rm.Mesh, group: rm.Group, endpoint: rm.Endpoint, peer: rm.Peer) -> None:
     assert_type(mesh.rpc, rm.RpcAgent)
+    assert_type(group.rpc, rm.RpcAgent)
+    assert_type(group.memory, rm.MemoryAgent)
+    assert_type(group.peers.index(rm.current_call().caller), int)
+    assert_type(group.split(np.int64(1)), rm.Group | None)
     assert_type(endpoint.rpc.call_async(peer, "f", 1), Work[Any])
     assert_type(endpoint.connect("tcp://127.0.0.1:1"), rm.Peer)
     assert_type(peer.stream("f"), rm.Stream)

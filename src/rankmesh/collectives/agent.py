@@ -274,7 +274,9 @@ class CollectiveAgent:
         return "the mesh" if number == min(self.contexts) else f"group {number}"
 
     def _said_early(self, router: Router, word: Prepare | Offer | Founded) -> None:
-        """Bounded: a group that nobody makes here, or has closed, is forgotten after many others."""
+        """Bounded: a group that nobody makes here is forgotten after many others."""
+        if word.group in self.hub.closed_groups:
+            return
         self._early.setdefault(word.group, []).append((router, word))
         while sum(map(len, self._early.values())) > EARLY:
             del self._early[next(iter(self._early))]

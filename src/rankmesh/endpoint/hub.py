@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rankmesh")
 
 _OBJECT: Final = int(Flag.OBJECT)
+#: Closed groups that are remembered, so that messages for them are told from those for groups still to be made. 200
+#: bytes each. Nobody goes on sending in a group closed so many groups ago; what somebody sends all the same is kept.
+MOST_CLOSED: Final = 16_384
 
 #: A service handler: (router, ident, payload, owned). It runs on the thread that leads, with the lock, and must not
 #: block; the payload is valid during the call only, unless it is owned. It answers by `router.reply(ident, …)`, now or
@@ -79,8 +82,10 @@ class Hub:
         self.late_replies = 0
         #: Memory of large requests and replies, and of collectives, used again once nothing refers to it.
         self.large_pool = RecyclingPool(config.rpc_inflight_bytes)
-        #: Members of each closed group, by index: a wildcard receive fails when none is left.
+        #: Members of each closed circle of peers, by index: a wildcard receive fails when none is left.
         self.members: dict[int, set[int]] = {}
+        #: Groups that this side has closed, the oldest first: what comes for them goes nowhere.
+        self.closed_groups: OrderedDict[int, None] = OrderedDict()
         self.closed = ""
         self.on_lost: Callable[[PeerRouter, bool], None] = lambda router, left: None
         self.on_control: Callable[[Peer, Control], None] = lambda peer, message: None
@@ -144,7 +149,11 @@ class Hub:
         return found
 
     def keep(self, message: Message) -> None:
-        """No receive is posted for this message: it waits, and probes for it end."""
+        """No receive is posted for this message: it waits, and probes for it end. Nobody waits for one of a closed
+        group."""
+        if message.group in self.closed_groups:
+            message.router.inbound.drop(message)
+            return
         self.matcher.keep(message)
         if self.probes:
             for probe in [probe for probe in self.probes if probe.fits(message)]:
@@ -197,6 +206,24 @@ class Hub:
         if router.gone:
             posted.fail(router.lost_error(posted.op, posted.tag))
         return not posted.finished
+
+    def close_group(self, group: int, reason: str) -> None:
+        """Fail what waits in a group, drop what came for it, and drop from now on what comes."""
+        self.closed_groups[group] = None
+        if len(self.closed_groups) > MOST_CLOSED:
+            self.closed_groups.popitem(last=False)
+        self.members.pop(group, None)
+        receives = self.matcher.posted(group=group)
+        for receive in receives:
+            self.matcher.unpost(receive)
+        probes = [probe for probe in self.probes if probe.group == group]
+        for probe in probes:
+            self.probes.remove(probe)
+        for posted in (*receives, *probes):
+            posted.fail(ClosedError(reason))
+        for message in self.matcher.unexpected():
+            if message.group == group and self.matcher.discard(message):
+                message.router.inbound.drop(message)
 
     def awaits(self, source: int) -> bool:
         """Whether a receive or a probe names `source`."""

@@ -386,13 +386,29 @@ class Inbound:
                 receive.view = message.payload
             elif nbytes:
                 receive.view[:nbytes] = message.payload
-                if isinstance(message.payload.obj, bytearray):
-                    self._hub.pool.give(message.payload.obj)
+                self._recycle(message.payload)
             receive.arrived(self.router.index, message.match_tag, nbytes)
+        self._left(message)
+
+    def drop(self, message: Message) -> None:
+        """Nobody will receive a message that does not wait (any more): its credit goes back, or it is refused."""
+        if message.payload is None:
+            self.incoming.refuse(message)
+        else:
+            self._recycle(message.payload)
+            self._left(message)
+
+    def _recycle(self, payload: memoryview) -> None:
+        """Memory that a message waited in may be used for the next."""
+        if isinstance(payload.obj, bytearray):
+            self._hub.pool.give(payload.obj)
+
+    def _left(self, message: Message) -> None:
+        """A message that was kept has left the queue."""
         if message in self._unowed:
             self._unowed.remove(message)
         else:
-            self._consumed(message.group, message.match_tag, nbytes)
+            self._consumed(message.group, message.match_tag, message.nbytes)
 
     # ------------------------------------------------------------------ RPC
 

@@ -71,6 +71,11 @@ class Incoming:
         del self._announced[message.ident]
         self._grant(receive, message.group, message.match_tag, message.nbytes, message.ident, message.reference)
 
+    def refuse(self, message: Message) -> None:
+        """Nobody will receive a message that was announced."""
+        del self._announced[message.ident]
+        self._router.outbound.control(Kind.REFUSE, message.ident)
+
     def on_announce(self, header: Header) -> None:
         if not header[6] and not header[2] & Flag.SHARED:
             self._announce(header)

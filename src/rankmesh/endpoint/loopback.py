@@ -96,6 +96,14 @@ class Loopback(Conversation):
         else:
             self._kept -= message.nbytes + OVERHEAD
 
+    def drop(self, message: Message) -> None:
+        """Nobody will receive a message that does not wait (any more)."""
+        send = self._sends.pop(message, None)
+        if send is not None:
+            send.finish(None)
+        else:
+            self._kept -= message.nbytes + OVERHEAD
+
     def withdraw(self, send: Send) -> None:
         """A send is given up before its receive came."""
         message = next(message for message, other in self._sends.items() if other is send)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from rankmesh import codec
-from rankmesh.buffers import EMPTY, readable, writable
+from rankmesh.buffers import EMPTY, overlap, readable, writable
 from rankmesh.endpoint.matching import ANY_SOURCE, ANY_TAG
 from rankmesh.endpoint.transfers import Probe, Receive, Status
 from rankmesh.endpoint.work import Work
@@ -75,11 +75,13 @@ class Messages:
                 return new_status(Status, (self._sources.get(source), tag, len(view)))
         return self.await_message(peer, source, view, tag, timeout)
 
-    def await_message(self, peer: Any, source: int, view: memoryview, tag: int, timeout: float | None) -> Status:
+    def await_message(
+        self, peer: Any, source: int, view: memoryview, tag: int, timeout: float | None, op: str = "recv from"
+    ) -> Status:
         """The rest of `recv`, where looking for the message directly was no use."""
         return Receive(
             self._hub,
-            "recv from",
+            op,
             self._anyone if peer is None else peer,
             self.group,
             source,
@@ -109,9 +111,15 @@ class Messages:
         self, to: Router, peer: Any, source: int, data: Any, out: Any, tag: int, recv_tag: int, timeout: float | None
     ) -> Status:
         """Post the receive, send, then wait for the receive: both sides may do so at once without a deadlock."""
-        receive = self.irecv(peer, source, out, recv_tag, timeout)
+        sent, received = readable(data), writable(out)
+        if overlap(sent, received):
+            raise UsageError(
+                "sendrecv() was given data and out that share memory: what comes would be mixed into what is sent. "
+                "Pass an out of its own, or a copy of the data."
+            )
+        receive = self.irecv(peer, source, received, recv_tag, timeout)
         try:
-            self.send(to, data, tag, timeout)
+            self.send(to, sent, tag, timeout)
         except BaseException:
             receive.cancel()
             raise

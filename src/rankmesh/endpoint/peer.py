@@ -163,7 +163,7 @@ class Peer:
     def sendrecv(
         self, data: Any, out: Any, tag: int = 0, recv_tag: int | None = None, timeout: float | None = None
     ) -> Status:
-        """Send and receive at once: both sides may call it without a deadlock."""
+        """Send and receive at once: both sides may call it without a deadlock. `data` and `out` must not overlap."""
         recv_tag = tag if recv_tag is None else recv_tag
         return self._messages.sendrecv(self.router, self, self.router.index, data, out, tag, recv_tag, timeout)
 

@@ -1,20 +1,23 @@
-"""MemoryAgent: regions of this endpoint that others may use, and theirs. One per endpoint.
+"""MemoryAgent: regions of this endpoint that others may use, and theirs. One per endpoint; a mesh and each of its
+groups address it by ranks of their own (`among`).
 
-Whose region is meant is a rank (on a mesh) or a Peer; oneself, too. Every wait takes `timeout` in seconds (None:
-Config.timeout).
+Whose region is meant is a rank (of a mesh or a group) or a Peer; oneself, too. Every wait takes `timeout` in seconds
+(None: Config.timeout).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from rankmesh.endpoint import Endpoint, Peer
+from rankmesh.endpoint.ranks import Ranks
 from rankmesh.endpoint.router import Router
 from rankmesh.errors import UsageError
 from rankmesh.memory.flow import Flow
@@ -47,17 +50,25 @@ Where = int | Peer | Endpoint
 class MemoryAgent:
     """Memory between this endpoint and others. All methods may be used from many threads."""
 
-    def __init__(self, endpoint: Endpoint, ranks: Callable[[], Sequence[Router] | None]) -> None:
-        """`ranks`: the routers of a mesh, by rank, once there is one. With the engine's lock."""
+    #: Whom numbers mean. An endpoint has none.
+    _ranks: Ranks | None = None
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        """With the engine's lock."""
         self._endpoint = endpoint
         self._hub = endpoint.hub
         self._config = endpoint.config
-        self._ranks = ranks
         self._oneself: Router | None = None
         self._flows: dict[int, Flow] = {}
         self._rails: dict[int, Rails] = {}
-        self._server = server = MemoryServer(self._hub, self._name)
+        self._server = server = MemoryServer(self._hub)
         endpoint.attach(SERVICE, server.on_request, server.on_lone, self)
+
+    def among(self, ranks: Ranks) -> MemoryAgent:
+        """This agent, for whom numbers mean these ranks. Everything else is the same: regions, connections."""
+        agent = copy.copy(self)
+        agent._ranks = ranks
+        return agent
 
     # ------------------------------------------------------------------ regions of one's own
 
@@ -68,7 +79,7 @@ class MemoryAgent:
 
         `buffer`: a numpy array, a bytearray, a memoryview, an mmap, a CPU tensor; contiguous, and kept alive by the
         region. `access`: "r", "w" or "rw". `allow`: who may use it (Peers, ranks, names of peers); None: everybody that
-        is connected. A name is used once at a time.
+        is connected. A name is used once at a time, by whichever group the region is registered.
         """
         encode_name(name)
         region = Region(self._server, name, buffer, access, self._server.new_generation())
@@ -107,6 +118,7 @@ class MemoryAgent:
             return None
 
     def _add(self, region: Region, allow: Iterable[Peer | int | str] | None) -> Region:
+        region.ranks = self._ranks
         region.allow(allow)
         with self._hub.engine:
             self._server.add(region)
@@ -176,11 +188,6 @@ class MemoryAgent:
     def _seconds(self, timeout: float | None) -> float:
         return self._config.timeout if timeout is None else timeout
 
-    def _name(self, router: Router) -> Any:
-        """How users name the one behind a router."""
-        ranks = self._ranks()
-        return router.peer if ranks is None or router.peer.rank is None else router.peer.rank
-
     def _flow(self, where: Where) -> Flow:
         router = self._router(where)
         with self._hub.engine:
@@ -193,11 +200,9 @@ class MemoryAgent:
     def _router(self, where: Where) -> Router:
         if isinstance(where, Peer):
             return where.router
-        ranks = self._ranks()
+        ranks = self._ranks
         if isinstance(where, int) and ranks is not None:
-            if not 0 <= where < len(ranks):
-                raise UsageError(f"There is no rank {where} in a world of {len(ranks)}. Correct the rank.")
-            return ranks[where]
+            return ranks.router(where)
         if where is self._endpoint:
             if self._oneself is None:
                 with self._hub.engine:

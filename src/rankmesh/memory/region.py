@@ -15,6 +15,7 @@ import numpy as np
 
 from rankmesh.buffers import address_of, readable, writable
 from rankmesh.endpoint.peer import Peer
+from rankmesh.endpoint.ranks import Ranks
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import RankmeshError, StaleRegion, UsageError
@@ -53,7 +54,8 @@ class Refusal(Exception):
 
 
 class Notification(NamedTuple):
-    """A write that told of itself: under which key, and who wrote (a Peer, or a rank)."""
+    """A write that told of itself: under which key, and who wrote: a rank, as the mesh or the group counts by which the
+    region was registered, or a Peer that has none there."""
 
     key: str | int
     source: Any
@@ -110,6 +112,8 @@ class Region:
         self.stale = False
         #: Who may use it: router indexes, ranks and names; None: everybody.
         self.allowed: frozenset[Any] | None = None
+        #: Whom numbers mean in `allow`, and in notifications: the mesh's ranks, or the group's, it was registered by.
+        self.ranks: Ranks | None = None
         self.notices: dict[bytes, deque[Any]] = {}
         self._notices = 0
         self.waiters: dict[bytes, deque[Awaited]] = {}
@@ -151,11 +155,12 @@ class Region:
             return self.signed(self._own(lambda: self.swap(offset, expected, desired)))
 
     def allow(self, who: Iterable[Peer | int | str] | None) -> None:
-        """Only these may open and use the region from now on (None: everybody): Peers, ranks, or names of peers.
+        """Only these may open and use the region from now on (None: everybody): Peers, names of peers, or ranks, of the
+        group by which it was registered.
         Transfers under way of those that may no longer are ended: they fail with AccessDenied."""
         if isinstance(who, str):
             raise UsageError(f"allow= is a list of Peers, ranks or names, not the text {who!r}. Pass [{who!r}].")
-        chosen = None if who is None else frozenset(_identify(one) for one in who)
+        chosen = None if who is None else frozenset(_identify(one, self.ranks) for one in who)
         with self.server.engine:
             self.allowed = chosen
             for moving in [each for each in self.moving if not self.admits(self.server.main_of(each.router))]:
@@ -190,6 +195,10 @@ class Region:
     def admits(self, router: Router) -> bool:
         allowed, peer = self.allowed, router.peer
         return allowed is None or not allowed.isdisjoint({("peer", router.index), ("rank", peer.rank), peer.name})
+
+    def name_of(self, router: Router) -> Any:
+        """How the region's owner knows the one behind a router."""
+        return router.peer if self.ranks is None else self.ranks.name(router)
 
     @property
     def idle(self) -> bool:
@@ -321,12 +330,12 @@ def as_signed(value: int, dtype: np.dtype[Any]) -> int:
     return value if value < 1 << 63 or dtype.kind == "u" else value - (1 << 64)
 
 
-def _identify(one: Peer | int | str) -> Any:
-    """How an entry of an allow-list is looked for."""
+def _identify(one: Peer | int | str, ranks: Ranks | None) -> Any:
+    """How an entry of an allow-list is looked for: a rank as the mesh counts."""
     if isinstance(one, Peer):
         return ("peer", one.router.index)
     if isinstance(one, int):
-        return ("rank", one)
+        return ("rank", one if ranks is None else ranks.router(one).peer.rank)
     if isinstance(one, str):
         return one
     raise UsageError(f"allow= names Peers, ranks or names of peers, not {one!r}. Pass these.")

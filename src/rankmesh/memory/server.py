@@ -84,15 +84,14 @@ ERRORS: Final[dict[str, type[RegionError] | type[UsageError] | type[BusyError]]]
 
 
 class MemoryServer(Finder):
-    """The regions of one endpoint. `name_source(router)` says who that is, as users name it."""
+    """The regions of one endpoint."""
 
-    def __init__(self, hub: Hub, name_source: Callable[[Router], Any]) -> None:
+    def __init__(self, hub: Hub) -> None:
         super().__init__(hub)
         self._inline = hub.config.eager_bytes
         #: Unregistered, but not yet idle.
         self._retiring: set[Region] = set()
         self._generations = itertools.count(secrets.randbits(62) + 1)
-        self._name_source = name_source
         #: By router index: transfers under way by ident, and what they cost.
         self._moving: dict[int, dict[int, Moving]] = {}
         self._cost: dict[int, int] = {}
@@ -337,7 +336,7 @@ class MemoryServer(Finder):
     def written(self, region: Region, router: Router, ident: int, key: bytes | None) -> None:
         """A write is applied: tell those who wait for it, and then the writer."""
         if key is not None:
-            region.notify(key, self._name_source(self.main_of(router)))
+            region.notify(key, region.name_of(self.main_of(router)))
         self._reply(router, ident, DONE)
 
     @staticmethod

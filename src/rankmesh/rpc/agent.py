@@ -1,16 +1,18 @@
-"""RpcAgent: functions that others may call, and calls of theirs. One per endpoint, made when it is first used.
+"""RpcAgent: functions that others may call, and calls of theirs. One per endpoint, made when it is first used; a mesh
+and each of its groups address it by ranks of their own (`among`).
 
-Who is called is a rank (on a mesh) or a Peer; the endpoint itself, too: a call to oneself goes the same way, but for
-the wire. Every wait takes `timeout` in seconds (None: Config.timeout), and inside a handler never more than what is
-left of the call it serves. `timeout`, `out` and `returns` are therefore no names of arguments for the remote function;
-pass such by place.
+Who is called is a rank (of a mesh or a group) or a Peer; the endpoint itself, too: a call to oneself goes the same way,
+but for the wire. Every wait takes `timeout` in seconds (None: Config.timeout), and inside a handler never more than
+what is left of the call it serves. `timeout`, `out` and `returns` are therefore no names of arguments for the remote
+function; pass such by place.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 from weakref import WeakKeyDictionary
@@ -18,6 +20,7 @@ from weakref import WeakKeyDictionary
 from rankmesh import trace
 from rankmesh.codec import pack_plain
 from rankmesh.endpoint import Endpoint, Peer, Work
+from rankmesh.endpoint.ranks import Ranks
 from rankmesh.endpoint.router import PeerRouter, Router
 from rankmesh.errors import ConnectError, DeadlineError, InvalidMessage, PeerLost, UsageError
 from rankmesh.rpc.broadcast import Broadcast
@@ -49,12 +52,14 @@ PREFIXES: Final = 1024
 class RpcAgent:
     """Calls between this endpoint and others. All methods may be used from many threads."""
 
-    def __init__(self, endpoint: Endpoint, ranks: Sequence[Router] | None = None) -> None:
-        """`ranks`: the routers of a mesh, by rank. With the engine's lock."""
+    #: Whom numbers mean. An endpoint has none.
+    _ranks: Ranks | None = None
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        """With the engine's lock."""
         self._endpoint = endpoint
         self._hub = endpoint.hub
         self._config = endpoint.config
-        self._ranks = ranks
         self._oneself: Router | None = None
         self._hooks = Hooks()
         self._server = Server(self._hub, self._hooks)
@@ -68,6 +73,12 @@ class RpcAgent:
         #: Peer that was lost → its successor, by which it was reached again; for as long as anybody has the lost one.
         self._successors: WeakKeyDictionary[Peer, Peer] = WeakKeyDictionary()
         endpoint.attach(SERVICE, self._server.on_request, Prompt(self._server).on_request, self)
+
+    def among(self, ranks: Ranks) -> RpcAgent:
+        """This agent, for whom numbers mean these ranks. Everything else is the same: functions, hooks, references."""
+        agent = copy.copy(self)
+        agent._ranks = ranks
+        return agent
 
     # ------------------------------------------------------------------ offering functions
 
@@ -229,13 +240,17 @@ class RpcAgent:
     def broadcast_call(
         self, to: Iterable[To] | None, function: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Broadcast:
-        """Call a function at many at once (None: at all ranks, this one too). Iterate, with `for` or `async for`, over
-        (whom, Work) as they end; `work.result()` gives the result or raises. Leaving early cancels the rest."""
-        if to is None and self._ranks is None:
-            raise UsageError("An endpoint without ranks has no 'everybody'. Pass the peers to call.")
-        targets: list[To] = list(range(len(self._ranks or ()))) if to is None else list(to)
+        """Call a function at many at once (None: at all ranks of the mesh or group, this one too). Iterate, with `for`
+        or `async for`, over (whom, Work) as they end; `work.result()` gives the result or raises. Leaving early cancels
+        the rest."""
+        targets: list[To] = list(self._everybody() if to is None else to)
         calls = [(target, self._make(self._router(target), function, args, kwargs, timeout)) for target in targets]
         return Broadcast(self._hub.engine, calls)
+
+    def _everybody(self) -> range:
+        if self._ranks is None:
+            raise UsageError("An endpoint without ranks has no 'everybody'. Pass the peers to call.")
+        return self._ranks.everybody()
 
     def call_fn(
         self, to: To, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -262,17 +277,12 @@ class RpcAgent:
 
     def adopt(self, handle: RefHandle, timeout: float | None = None) -> Ref:
         """A reference of one's own, from the `handle` of somebody else's. Its giver keeps his until then."""
-        for peer in self._known_peers():
-            if peer.uid == handle.owner:
-                router = peer.router
-                self._make(router, References.HOLD, (handle.number,), {}, timeout).complete()
-                return Ref(self, router, handle.number)
-        raise UsageError("The owner of this reference is not connected. Connect to it first.")
-
-    def _known_peers(self) -> Iterator[Peer]:
-        if self._ranks is not None:
-            yield from (router.peer for router in self._ranks)
-        yield from self._endpoint.peers
+        connected = (peer for peer in self._endpoint.peers if peer.uid == handle.owner)
+        owner = self._endpoint.member(handle.owner) or next(connected, None)
+        if owner is None:
+            raise UsageError("The owner of this reference is not connected. Connect to it first.")
+        self._make(owner.router, References.HOLD, (handle.number,), {}, timeout).complete()
+        return Ref(self, owner.router, handle.number)
 
     def release(self, router: Router, number: int) -> None:
         """A reference was let go of. Takes the lock."""
@@ -323,12 +333,9 @@ class RpcAgent:
 
     def _router(self, to: To) -> Router:
         if isinstance(to, int):
-            ranks = self._ranks
-            if ranks is None:
+            if self._ranks is None:
                 raise UsageError("An endpoint without ranks calls a Peer, not a number. Pass what connect() returned.")
-            if not 0 <= to < len(ranks):
-                raise UsageError(f"There is no rank {to} in a world of {len(ranks)}. Correct the rank.")
-            return ranks[to]
+            return self._ranks.router(to)
         if isinstance(to, Peer):
             router = to.router
             if router.gone and to in self._successors:

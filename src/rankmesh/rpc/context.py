@@ -50,7 +50,7 @@ class CallContext:
 
     @property
     def caller(self) -> Peer:
-        """Who calls; `caller.rank`, `caller.name`, `caller.host`."""
+        """Who calls; `caller.rank` (in the mesh, by whichever group the call came), `caller.name`, `caller.host`."""
         return self.router.peer
 
     @property
