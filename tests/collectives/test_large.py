@@ -1,6 +1,6 @@
 """More than 2 GiB in one call: nothing counts bytes in 31 or 32 bits.
 
-`make soak` moves them. In a normal run only what is never touched, and so costs no memory, is that large.
+`make soak` moves them by every way there is. A normal run broadcasts them, by shared memory and by messages.
 """
 
 from __future__ import annotations
@@ -74,6 +74,23 @@ def _everything(mesh: Mesh) -> None:
     assert np.count_nonzero(part)
     mesh.all_reduce([array[:GIB], array[GIB:]], "max")
     assert array[PLACES].tolist() == [2, 4, 6, 8, 10]
+
+
+def _one_of_each_way(mesh: Mesh) -> None:
+    """Over slots or pulled, and by messages that are announced."""
+    array: Any = np.zeros(COUNT, np.uint8)
+    if mesh.rank == 0:
+        array[PLACES] = range(1, len(PLACES) + 1)
+    mesh.broadcast(array)
+    assert array[PLACES].tolist() == [1, 2, 3, 4, 5]
+    assert np.count_nonzero(array) == len(PLACES)
+
+
+@needs(6 * GIB)
+@pytest.mark.timeout(scaled(90))
+@pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])
+def test_a_broadcast_of_more_than_2_gib(shm: bool) -> None:
+    run_world(2, _one_of_each_way, processes=True, config=CONFIG.override(shm=shm), timeout=scaled(80))
 
 
 @pytest.mark.soak
