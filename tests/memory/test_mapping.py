@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from forked import Child
 from peers import BRIEFLY, SOON, Call, Medium, blank, pattern, router_of
 from rankmesh import AccessDenied, ClosedError, DeadlineError, OutOfBounds, PeerLost, StaleRegion, UsageError
 from rankmesh.buffers import MID_PAGE, PAGE
+from rankmesh.memory import mapping as mapping_file
 from rankmesh.memory.mapping import PIECE_BYTES, Mapping, SharedMemory
 from rankmesh.memory.operations import Query
 from rankmesh.memory.remote import RemoteRegion
@@ -300,33 +302,47 @@ def test_a_forked_child_copies_nothing(near: Sides) -> None:
     assert bytes(region.array[:1]) == b"x"
 
 
-def test_a_lost_writer_holds_up_nobody(same_host: Medium) -> None:
+def test_a_dead_writer_holds_up_nobody_and_a_lost_one_is_waited_for(
+    same_host: Medium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was lost because it was stopped goes on in the middle of a piece: its word was taken down, `unregister`
+    returned, and megabytes of what was the owner's alone by then were overwritten."""
     with open_sides(same_host) as sides:
         region = sides.owner.memory.allocate("kv", 8)
         mapping = mapping_of(sides.peer.open("kv"))
-        mapping._words[mapping._slot] = 1  # it died in the middle of a write
+        mapping._words[mapping._slot] = 1  # in the middle of a write
         with pytest.raises(DeadlineError):
             region.unregister(timeout=BRIEFLY)
         sides.user.abort()
+        with pytest.raises(DeadlineError):
+            region.unregister(abort=True, timeout=BRIEFLY)
+        monkeypatch.setattr(mapping_file, "gone", lambda process: process == os.getpid())
         region.unregister(timeout=SOON)
         with pytest.raises(StaleRegion):
             mapping.write([memoryview(b"x")], [mapping.view(0, 1)], 1e18)
 
 
-def test_words_of_a_lost_peer_are_given_to_nobody_else() -> None:
+def test_words_of_a_lost_peer_are_given_to_nobody_else_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     class Router:
+        polled = SimpleNamespace(process=1234)
+
         def __init__(self, index: int) -> None:
             self.index = index
 
+    dead: set[int] = set()
+    monkeypatch.setattr(mapping_file, "gone", dead.__contains__)
     shared = SharedMemory(10, 77, writable=True)
     routers = [Router(index) for index in range(300)]
-    slots = [shared.slot(router) for router in routers]  # type: ignore[arg-type]  # only the index matters
+    slots = [shared.slot(router) for router in routers]  # type: ignore[arg-type]  # only this matters of a router
     given = [slot for slot in slots if slot]
     assert len(set(given)) == len(given) == 255
     shared.lost(routers[0])  # type: ignore[arg-type]
     assert shared.slot(routers[299]) == 0  # type: ignore[arg-type]
     shared.closed_by(routers[1])  # type: ignore[arg-type]
     assert shared.slot(routers[299]) == slots[1]  # type: ignore[arg-type]
+    assert shared.slot(routers[298]) == 0  # type: ignore[arg-type]
+    dead.add(1234)
+    assert shared.slot(routers[298]) == slots[0]  # type: ignore[arg-type]
     shared.close()
 
 
@@ -351,7 +367,7 @@ def test_a_mapping_copies_what_numpy_says() -> None:
     shared = SharedMemory(1000, 5, writable=True)
 
     class Router:
-        index = 1
+        index, polled = 1, None
 
     slot = shared.slot(Router())  # type: ignore[arg-type]  # only the index matters
     memory = memoryview(mmap.mmap(shared.fd, shared.nbytes))

@@ -20,7 +20,7 @@ import pytest
 from peers import BRIEFLY, SOON, Medium, blank, pattern, router_of
 from rankmesh import AccessDenied, ClosedError, Config, DeadlineError, OutOfBounds, PeerLost, StaleRegion, UsageError
 from rankmesh.config import KIB, MIB
-from rankmesh.memory import pushing
+from rankmesh.memory import mapping, pushing
 from rankmesh.memory.mapping import PIECE_BYTES, has_words
 from rankmesh.memory.pulling import Pulled
 from rankmesh.memory.pushing import Pushed, PushPermits
@@ -319,7 +319,7 @@ def test_words_of_the_lost_are_kept_as_long_as_they_live(monkeypatch: pytest.Mon
     """Who lives, and was lost, may still aim there."""
     shared = PushPermits(5)
     dead: set[int] = set()
-    monkeypatch.setattr(pushing, "gone", dead.__contains__)
+    monkeypatch.setattr(mapping, "gone", dead.__contains__)
 
     def slot_of(process: int) -> int:
         router: Any = SimpleNamespace(index=process, polled=SimpleNamespace(process=process))

@@ -16,9 +16,9 @@ Never a wrong byte:
   that its permit is gone, or the owner sees the writer. So nothing is written after `unregister` has returned.
 - Between two pieces a writer looks again, so that nobody waits longer for it than a piece takes.
 
-A peer that dies, or is lost, has its words taken down by the owner. One that is lost while it lives (stopped, cut off)
-might still be in the middle of a piece: therefore the words of one that may write are given to nobody else, and the
-memory of an allocated region is never used for another one.
+A peer that is lost has its permit taken back. Lost while it lives (stopped, cut off), it might still be in the middle
+of a piece: so its word counts until it is down, or its process is gone, and `unregister` waits for that as for any
+other. Until then its words are given to nobody else; the memory of an allocated region is never used for another one.
 
 What is in page 0 is written by peers, and nothing but waiting depends on it.
 """
@@ -36,6 +36,7 @@ import numpy as np
 
 from rankmesh.buffers import EMPTY, MID_PAGE, PAGE
 from rankmesh.errors import AccessDenied, DeadlineError, StaleRegion
+from rankmesh.transport.pushing import gone
 from rankmesh.transport.segment import anonymous
 
 if TYPE_CHECKING:
@@ -75,14 +76,23 @@ class Permits:
         #: By router index: which words are that peer's. And those that were given back.
         self._slots: dict[int, int] = {}
         self._free = list(range(len(self._words) - self.slot_words, 0, -self.slot_words))
+        #: Whose words they are, of those who may write: by slot, and those of lost peers.
+        self._processes: dict[int, int] = {}
+        self._late: dict[int, int] = {}
 
     def slot(self, router: Router) -> int:
         """The words of this peer; 0: there are none left."""
         slot = self._slots.get(router.index, 0)
+        if not (slot or self._free):
+            self._free = [slot for slot, process in self._late.items() if gone(process)]
+            for late in self._free:
+                del self._late[late]
         if not slot and self._free:
             slot = self._slots[router.index] = self._free.pop()
             self._clear(slot)
             self._words[slot + 1] = self._generation
+        if slot and self.writable and router.polled is not None:
+            self._processes[slot] = router.polled.process
         return slot
 
     def _clear(self, slot: int) -> None:
@@ -98,14 +108,18 @@ class Permits:
         if slot:
             self._clear(slot)
             self._free.append(slot)
+            self._processes.pop(slot, None)
 
     def lost(self, router: Router) -> None:
-        """The peer is gone, as far as is known."""
+        """The peer is gone, as far as is known. It may still be writing."""
         slot = self._slots.pop(router.index, 0)
         if slot:
-            self._clear(slot)
-            if not self.writable:  # nobody writes there, late or not
+            self._words[slot + 1] = 0
+            process = self._processes.pop(slot, None)
+            if process is None:
                 self._free.append(slot)
+            else:
+                self._late[slot] = process
 
     def revoke(self) -> None:
         """From now on nobody begins to copy."""
@@ -123,14 +137,21 @@ class Permits:
 
     @property
     def busy(self) -> bool:
-        """Somebody is writing."""
-        return any(self._words[slot] for slot in self._slots.values())
+        """Somebody is writing, or may be."""
+        writers = (*self._processes.items(), *self._late.items())
+        return any(self._words[slot] and self._may_write(process) for slot, process in writers)
+
+    def _may_write(self, process: int) -> bool:
+        """Its word is up: it is in the middle of a piece, stopped or not, unless it died there."""
+        return not gone(process)
 
     def close(self) -> None:
         """Pass it on no more. The memory goes with the last array over it."""
         self._free_descriptor()
         self._words = _NO_WORDS
         self._slots.clear()
+        self._processes.clear()
+        self._late.clear()
         self._view = EMPTY
 
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final
 from rankmesh.buffers import PAGE, address_of
 from rankmesh.memory.mapping import FORBIDDEN, PIECE_BYTES, Permits
 from rankmesh.memory.pulling import Pulled
-from rankmesh.transport.pushing import VECTOR_WORDS, Pusher, gone, halted
+from rankmesh.transport.pushing import VECTOR_WORDS, Pusher, halted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,31 +55,12 @@ class PushPermits(Permits):
     def __init__(self, generation: int) -> None:
         """Raises OSError where there is no such memory."""
         super().__init__(generation, writable=True)
-        #: Whose words they are: by slot, and those of lost peers.
-        self._processes: dict[int, int] = {}
-        self._late: dict[int, int] = {}
-
-    def slot(self, router: Router) -> int:
-        if not self._free:
-            self._free = [slot for slot, process in self._late.items() if gone(process)]
-            for slot in self._free:
-                del self._late[slot]
-        slot = super().slot(router)
-        if slot and router.polled is not None:
-            self._processes[slot] = router.polled.process
-        return slot
-
-    def closed_by(self, router: Router) -> None:
-        self._processes.pop(self._slots.get(router.index, 0), None)
-        super().closed_by(router)
 
     def lost(self, router: Router) -> None:
-        """It may still be writing."""
-        slot = self._slots.pop(router.index, 0)
+        slot = self._slots.get(router.index, 0)
+        super().lost(router)
         if slot:
-            self._words[slot + 1] = 0
             self._stop_short([slot])
-            self._late[slot] = self._processes.pop(slot)
 
     def revoke(self) -> None:
         super().revoke()
@@ -98,16 +79,9 @@ class PushPermits(Permits):
         with self._fence:
             pass
 
-    @property
-    def busy(self) -> bool:
-        """Somebody is writing, or may be."""
-        writers = (*self._processes.items(), *self._late.items())
-        return any(self._words[slot] and not halted(process) for slot, process in writers)
-
-    def close(self) -> None:
-        super().close()
-        self._processes.clear()
-        self._late.clear()
+    def _may_write(self, process: int) -> bool:
+        """Its word is up: it is inside the kernel, unless it is stopped, which it cannot be there, or gone."""
+        return not halted(process)
 
 
 class Pushed(Pulled):
