@@ -17,6 +17,7 @@ from threading import get_ident
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Final
 
+from rankmesh.endpoint import interrupts
 from rankmesh.endpoint.alarm import Alarm
 from rankmesh.endpoint.waiting import EVENTS, Hint, Parker, Spin, Waited, poll_timeout
 
@@ -63,10 +64,12 @@ class Background:
         self.thread = threading.Thread(target=self._run, name=f"rankmesh-{engine.name}", daemon=True)
 
     def start(self) -> None:
+        interrupts.guard(self._engine.deferred)
         self.thread.start()
 
     def join(self) -> None:
         """Wait for its end, unless it is the thread that calls. Without the lock."""
+        interrupts.unguard(self._engine.deferred)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join()
 

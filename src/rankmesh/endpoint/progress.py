@@ -37,7 +37,7 @@ from threading import get_ident
 from time import monotonic, perf_counter, sleep
 from typing import Final
 
-from rankmesh.endpoint import forking
+from rankmesh.endpoint import forking, interrupts
 from rankmesh.endpoint.background import Background
 from rankmesh.endpoint.timers import Timer, Timers
 from rankmesh.endpoint.waiting import (
@@ -86,7 +86,7 @@ class Engine:
         self.writers: set[object] = set()
         self.name = name
         self._epoll = select.epoll()
-        self.poll = self._epoll.poll
+        self.poll, self.modify = self._epoll.poll, self._epoll.modify
         self._handlers: dict[int, Handler] = {}
         #: By descriptor: what can be looked at without a system call.
         self.looks = Looks()
@@ -150,9 +150,6 @@ class Engine:
     def watch(self, fd: int, mask: int, handler: Handler) -> None:
         self._epoll.register(fd, mask)
         self._handlers[fd] = handler
-
-    def modify(self, fd: int, mask: int) -> None:
-        self._epoll.modify(fd, mask)
 
     def look_at(self, fd: int, look: Look) -> None:
         """Poll also this, for which the descriptor that is watched only rings while it is armed."""
@@ -321,6 +318,7 @@ class Engine:
             self.background.lead_is_free()
         self.background.rearm()
 
+    @interrupts.sleeps
     def _block(self, work: Waited, deadline: float, spin: Spin) -> None:
         """Sleep until `work` is done, the deadline has passed, or polling may be worth while again."""
         while not work.finished and self.leader is work:
@@ -361,6 +359,7 @@ class Engine:
                 return
             spin = self.later_spin
 
+    @interrupts.sleeps
     def _follow(self, work: Waited, deadline: float) -> None:
         """Sleep until `work` is done, the deadline has passed, the lead is free, or a callback is to be run."""
         parker = threading.Lock()
