@@ -18,7 +18,7 @@ from zlib import crc32
 
 import numpy as np
 
-from rankmesh.collectives.arguments import Array, Operand, flat_output, operand, output
+from rankmesh.collectives.arguments import Array, Operand, check_writable, operand, output
 from rankmesh.collectives.joined import Joined
 from rankmesh.collectives.kinds import Kind
 from rankmesh.collectives.plan import Receive, Round, Send, Span
@@ -73,7 +73,7 @@ def broadcast(group: Running, arrays: Sequence[Any], root: int, options: Options
     """See Collectives.broadcast."""
     given = operands(arrays, "broadcast")
     if group.rank != root:
-        outputs(None, given)
+        outputs(None, given, instead="")
 
     def start(bucket: Bucket, options: Options) -> Any:
         chosen = group._choose("broadcast", bucket.nbytes, options, root)
@@ -114,14 +114,13 @@ def operands(arrays: Sequence[Any], name: str) -> list[Operand]:
     return [operand(array) for array in arrays]
 
 
-def outputs(out: Sequence[Any] | None, given: list[Operand]) -> list[Operand]:
-    """Where the results go: they may be of any strides, but can be written to."""
+def outputs(out: Sequence[Any] | None, given: list[Operand], instead: str = ", or out=") -> list[Operand]:
+    """Where the results go: they may be of any strides, but can be written to. `instead`: see flat_output."""
     if out is not None and len(out) != len(given):
         raise UsageError(f"out has {len(out)} arrays for {len(given)}. Pass one for each.")
     targets = given if out is None else [output(o, g.array.shape, g.kind) for o, g in zip(out, given, strict=True)]
     for target in targets:
-        if not target.array.flags.writeable:
-            flat_output(target.array)
+        check_writable(target.array, *(("out",) if out is not None else ("An array of the list", instead)))
     return targets
 
 

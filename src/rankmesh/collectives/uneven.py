@@ -21,6 +21,8 @@ from rankmesh.collectives.arguments import (
     flat_output,
     operand,
     output,
+    parts_apart,
+    roots,
     row_counts,
     rows_of,
 )
@@ -125,7 +127,7 @@ class UnevenCollectives(Collectives):
             raise UsageError(
                 "Ranks other than the root do not know what scatter_v brings. Pass out=, of the right shape and dtype."
             )
-        given = operand(array if self.rank == root else out)
+        given = roots(array, "scatter_v") if self.rank == root else operand(out)
         whole = given.array
         each = rows_of(whole, sum(rows) if self.rank == root else rows[self.rank], "scatter_v")
         target = output(out, (rows[self.rank], *whole.shape[1:]), given.kind)
@@ -134,9 +136,9 @@ class UnevenCollectives(Collectives):
         what = f"{rows} {given.rows}"
         if self.rank != root:
             return self._take_part(chosen, own, parts, lambda: target.value, options, what, root, "scatter_v")
-        first = sum(rows[:root])
+        flat, first = parts_apart(whole, own, parts, root), sum(rows[:root])
         target.array[...] = whole[first : first + rows[root]]
-        space = Space(Part(flat_input(whole), parts))
+        space = Space(Part(flat, parts))
         return self._run(chosen, space, lambda: target.value, options, what, root=root, name="scatter_v")
 
     def reduce_scatter_v(
