@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
+from zlib import crc32
 
 import numpy as np
 
@@ -51,10 +52,32 @@ _TORCH: Final = {
     "lor": "logical_or",
     "lxor": "logical_xor",
 }
+#: Characters up to which the fields of a structured dtype are named one by one.
+_NAMED: Final = 72
 #: Elements that are computed with at a time: what stays in the cache, costs few calls, and is too little for torch to
 #: call its other threads. Those would take the cores of other ranks, and go on spinning there: on 2 cores an all_reduce
 #: of 512 KiB with 2 ranks took twice as long.
 BLOCK: Final = 32 * 1024 - 64
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """What ranks compare: two dtypes that hold their values differently have different names."""
+    if dtype.names is None:
+        return str(dtype.name if dtype.isnative else dtype.str)
+    layout = _layout(dtype)
+    if len(layout) <= _NAMED:
+        return layout
+    return f"{{{len(dtype.names)} fields in {dtype.itemsize} bytes, layout {crc32(layout.encode()):08x}}}"
+
+
+def _layout(dtype: np.dtype[Any]) -> str:
+    """Every field: its name, its dtype, and where it lies."""
+    if dtype.subdtype is not None:
+        return f"{_layout(dtype.base)} of {dtype.shape}"
+    if dtype.fields is None or dtype.names is None:
+        return name_of(dtype)
+    fields = (f"{name!r}: {_layout(dtype.fields[name][0])} at {dtype.fields[name][1]}" for name in dtype.names)
+    return f"{{{', '.join(fields)} in {dtype.itemsize} bytes}}"
 
 
 class Kind:
@@ -64,7 +87,7 @@ class Kind:
         #: Of the memory, as numpy sees it.
         self.dtype = dtype
         #: What ranks agree on.
-        self.name = name or (dtype.name if dtype.isnative else dtype.str)
+        self.name = name or name_of(dtype)
         self._operations: dict[str, Operation] = {}
 
     def operation(self, op: str) -> Operation:
