@@ -76,7 +76,7 @@ def _layout(dtype: np.dtype[Any]) -> str:
         return f"{_layout(dtype.base)} of {dtype.shape}"
     if dtype.fields is None or dtype.names is None:
         return name_of(dtype)
-    fields = (f"{name!r}: {_layout(dtype.fields[name][0])} at {dtype.fields[name][1]}" for name in dtype.names)
+    fields = (f"{name!a}: {_layout(dtype.fields[name][0])} at {dtype.fields[name][1]}" for name in dtype.names)
     return f"{{{', '.join(fields)} in {dtype.itemsize} bytes}}"
 
 

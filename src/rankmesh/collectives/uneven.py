@@ -26,10 +26,10 @@ from rankmesh.collectives.arguments import (
     row_counts,
     rows_of,
 )
-from rankmesh.collectives.exchanging import laid_out
+from rankmesh.collectives.exchanging import exchange
 from rankmesh.collectives.reducing import Op
 from rankmesh.collectives.space import Part, Space
-from rankmesh.collectives.starting import Chosen, Options
+from rankmesh.collectives.starting import Options
 from rankmesh.collectives.verbs import Collectives
 from rankmesh.errors import UsageError
 
@@ -207,11 +207,8 @@ class UnevenCollectives(Collectives):
     ) -> Any:
         """Send an array to each rank of `sends`, and receive one from each of `receives` into the array given there;
         `receives` is returned. Every rank calls it, if need be with nothing ({}); what one sends, the other receives,
-        of the same number of bytes. `Grid` finds the neighbours in a box."""
-        options = Options(None, async_op, timeout)
-        this, space = laid_out(self, sends, receives)
-        chosen = Chosen("neighbor_exchange", "direct", (this,), len(sends) + len(receives))
-        return self._run(chosen, space, lambda: receives, options)
+        as many elements of the same dtype. `Grid` finds the neighbours in a box."""
+        return exchange(self, sends, receives, Options(None, async_op, timeout))
 
     # ------------------------------------------------------------------ objects
 
