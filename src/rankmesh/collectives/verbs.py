@@ -412,26 +412,40 @@ class Collectives(Running):
         return self._run(chosen, Space(*parts), lambda: target.value, options, given.what, job=job)
 
     def scan(
-        self, array: Any, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
+        self,
+        array: Any,
+        op: Op = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """The arrays of the ranks up to this one reduced, in the order of ranks: in `out`, or in place."""
         given = operand(array)
         reduction = self._scanning(op, given.kind)
         target, _, flat = _in_place_or(out, given)
-        options = Options(None, async_op, timeout)
+        options = Options(algorithm, async_op, timeout)
         chosen = self._choose("scan", flat.nbytes, options)
         space = Space(Part(flat, [flat.size]))
         return self._run(chosen, space, lambda: target.value, options, given.what, reduction)
 
     def exscan(
-        self, array: Any, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
+        self,
+        array: Any,
+        op: Op = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """The same of the ranks below this one. Rank 0 has none: it gets None, and its array stays."""
         given = operand(array)
         reduction = self._scanning(op, given.kind)
         target = given if out is None else output(out, given.array.shape, given.kind)
         flat, own = flat_target(target, given), given.array.reshape(-1).copy()
-        options = Options(None, async_op, timeout)
+        options = Options(algorithm, async_op, timeout)
         chosen = self._choose("exscan", flat.nbytes, options)
         space = Space(Part(own, [own.size]), Part(flat, [flat.size]))
         result = target.value if self.rank else None
