@@ -60,6 +60,10 @@ _NAMED: Final = 72
 BLOCK: Final = 32 * 1024 - 64
 
 
+def no_operation(op: object) -> UsageError:
+    return UsageError(f"There is no operation {op!r}. Use one of {', '.join(OPERATIONS)}, or a function.")
+
+
 def name_of(dtype: np.dtype[Any]) -> str:
     """What ranks compare: two dtypes that hold their values differently have different names."""
     if dtype.names is None:
@@ -102,7 +106,9 @@ class Kind:
     def _find(self, op: str) -> Operation:
         ufunc = OPERATIONS.get(op)
         if ufunc is None:
-            raise UsageError(f"There is no operation {op!r}. Use one of {', '.join(OPERATIONS)}, or a function.")
+            raise no_operation(op)
+        if issubclass(self.dtype.type, np.flexible):
+            raise self._none(op, "what numpy makes of two texts, or of bytes, has another length or meaning")
         one = np.zeros(1, self.dtype)
         try:
             if op == "avg":
@@ -130,8 +136,16 @@ class Kind:
         return array
 
     def memory(self, value: Any) -> Array:
-        """The other way round, of what a user's function returned."""
-        return np.asarray(value)
+        """The other way round, of what a user's function returned. Raises TypeError for what these elements cannot
+        hold: another kind of number."""
+        made = np.asarray(value)
+        if not self._holds(made.dtype):
+            raise TypeError(f"{self.name} cannot hold {name_of(made.dtype)}")
+        return made
+
+    def _holds(self, dtype: np.dtype[Any]) -> bool:
+        """As numpy's `a += b` has it: rounded perhaps, but no fraction, sign, imaginary part or text is lost."""
+        return np.can_cast(dtype, self.dtype, "safe" if issubclass(self.dtype.type, np.flexible) else "same_kind")
 
 
 @lru_cache(maxsize=256)
