@@ -127,6 +127,8 @@ def test_a_library_that_is_missing_is_told_before_anything_is_measured(
         (["--root", "2"], "There is no rank 2 in a world of 2."),
         (["--algorithm", "warp"], "all_reduce has no algorithm 'warp'. Use one of recursive_doubling"),
         (["--dtype", "float31"], "There is no dtype 'float31'"),
+        (["--op", "band"], "Arrays of float32 have no band. Choose another --op or --dtype."),
+        (["--op", "avg", "--dtype", "int8"], "Arrays of int8 have no avg."),
         (["--plot", "x.png"], "--plot draws SVG: name a file that ends in .svg, not 'x.png'."),
         (["--tune", "t.json", "--compare", "gloo"], "--tune is about rankmesh's own algorithms."),
         (["--tune", "/nonexistent/t.json"], "The folder of '/nonexistent/t.json' does not exist."),

@@ -313,6 +313,8 @@ def _refusals(mesh: Mesh) -> None:
         "needs counts": lambda: mesh.all_gather_v(np.zeros(1), async_op=True),
         "count of rows": lambda: mesh.all_gather_v(np.zeros(1), [1]),
         "rows here": lambda: mesh.all_gather_v(np.zeros(1), [2, 2]),
+        "scan has no algorithm 'best'. Use one of doubling": lambda: mesh.scan(np.zeros(1), algorithm="best"),
+        "exscan has no algorithm 'ring'": lambda: mesh.exscan(np.zeros(1), algorithm="ring"),
         "no average": lambda: mesh.scan(np.zeros(1), "avg"),
         "blocks of one size": lambda: mesh.all_to_all_v(np.zeros(2), [1, 1], algorithm="bruck"),
     }

@@ -117,18 +117,97 @@ def test_tensors_strides_and_large_arrays_in_processes() -> None:
     run_ranks(3, _large, CONFIG)
 
 
-def _wrong_size(mesh: Mesh) -> str:
-    other = 1 - mesh.rank
-    if mesh.rank:  # gets what it expects, and learns of it in the next collective
-        mesh.neighbor_exchange({other: np.zeros(4)}, {other: np.zeros(3)})
+def _send_and_meet(mesh: Mesh, sent: int, expected: int) -> None:
+    mesh.neighbor_exchange({0: np.zeros(sent)}, {0: np.zeros(expected)})
+    mesh.barrier()
+
+
+def _wrong_size(mesh: Mesh, sent: int, expected: int) -> str:
+    """Who sent it may get what it expects, and learn of it in the next collective."""
+    right = {1: np.zeros(expected)}
     with pytest.raises(DesyncError) as caught:
-        mesh.barrier() if mesh.rank else mesh.neighbor_exchange({other: np.zeros(3)}, {other: np.zeros(3)})
+        _send_and_meet(mesh, sent, expected) if mesh.rank else mesh.neighbor_exchange(right, {1: np.zeros(expected)})
     return str(caught.value)
 
 
-def test_a_wrong_size_is_named() -> None:
-    for text in run_world(2, _wrong_size, config=CONFIG, timeout=LIMIT):
-        assert "sent 32 bytes where 24 were expected" in text
+@pytest.mark.parametrize("sent, expected", [(4, 3), (0, 3), (3, 2036), (2037, 2036), (2036, 2037), (40_000, 2)])
+def test_a_wrong_size_is_named(sent: int, expected: int) -> None:
+    for text in run_world(2, _wrong_size, args=(sent, expected), config=CONFIG, timeout=LIMIT):
+        assert f"rank 1 sent {sent} float64 where {expected} float64 were expected" in text
+
+
+def _every_size(mesh: Mesh) -> None:
+    """Around where a word goes ahead."""
+    other = 1 - mesh.rank
+    for nbytes in [0, 1, *range(16_286, 16_292), 16_384, 16_385]:
+        got = np.empty(nbytes, np.uint8)
+        mesh.neighbor_exchange({other: np.arange(nbytes).astype(np.uint8)}, {other: got})
+        assert np.array_equal(got, np.arange(nbytes).astype(np.uint8))
+    mesh.barrier()
+
+
+@pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])
+def test_messages_with_their_words_and_behind_them(shm: bool) -> None:
+    run_ranks(2, _every_size, CONFIG.override(shm=shm))
+
+
+def _other_dtype(mesh: Mesh, count: int) -> str:
+    """Ranks 0 and 1 mean different things by as many bytes; rank 2 has nothing to do with it."""
+    dtype, other = ["f4", "i4"][mesh.rank % 2], 1 - mesh.rank
+    if mesh.rank == 2:
+        mesh.neighbor_exchange({}, {})
+    with pytest.raises(DesyncError) as caught:
+        mesh.barrier() if mesh.rank == 2 else mesh.neighbor_exchange(
+            {other: np.ones(count, dtype)}, {other: np.ones(count, dtype)}
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])
+@pytest.mark.parametrize("count", [2, 200_000])
+def test_numbers_of_another_dtype_were_taken_for_those_expected(count: int, shm: bool) -> None:
+    either = (
+        f"rank 0 sent {count} float32 where {count} int32 were expected; rank 1 called neighbor_exchange #0",
+        f"rank 1 sent {count} int32 where {count} float32 were expected",
+    )
+    for text in run_ranks(3, _other_dtype, CONFIG.override(shm=shm), args=(count,)):
+        assert any(one in text for one in either), text
+        assert "test_exchanging.py:" in text
+
+
+def _long_names(mesh: Mesh) -> None:
+    other = 1 - mesh.rank
+    for dtype in ([("\u00e9" * 40, "f8")], [(f"f{at}", "i1") for at in range(99)], "U1000"):
+        got = np.zeros((5, 2), dtype)
+        sent = np.full((2, 5), mesh.rank + 1).astype("U1000" if dtype == "U1000" else "f8").astype(dtype)
+        mesh.neighbor_exchange({other: sent}, {other: got})
+        assert got.reshape(2, 5).tolist() == np.full((2, 5), other + 1).astype(sent.dtype).tolist()
+    mesh.barrier()
+
+
+def test_elements_of_long_names_and_another_shape() -> None:
+    run_world(2, _long_names, config=CONFIG, timeout=LIMIT)
+
+
+def _many_at_once(mesh: Mesh) -> None:
+    """Words and messages of several exchanges under way, eager and not, arrive in their order."""
+    after, before = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
+    works = []
+    for turn in range(20):
+        count = [3, 100_000][turn % 2]
+        into = {before: np.empty(count, int), after: np.empty(count, np.float32)}
+        sends = {after: np.full(count, turn * 10 + mesh.rank), before: np.full(count, turn, np.float32)}
+        works.append((turn, into, mesh.neighbor_exchange(sends, into, async_op=True)))
+    for turn, into, work in works:
+        assert work.result() is into
+        assert (into[before] == turn * 10 + before).all()
+        assert (into[after] == turn).all()
+    mesh.barrier()
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIG.override(shm=False), CONFIG.override(eager_bytes=64, shm=False)])
+def test_words_come_before_their_messages(config: Config) -> None:
+    run_ranks(3, _many_at_once, config)
 
 
 def _forgotten(mesh: Mesh) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from rankmesh import Config, DesyncError, Mesh, UsageError, Work
@@ -16,7 +16,7 @@ from rankmesh.collectives.choosing import ALGORITHMS
 from rankmesh.collectives.fusing import refined
 from rankmesh.collectives.plan import Into, Receive, Round, Send
 from rankmesh.testing import run_world
-from ranks import run_ranks
+from ranks import Ranks, Talk, run_ranks
 from timing import scaled
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -104,24 +104,71 @@ def test_a_list_is_broadcast() -> None:
 
 def _same_as_one(mesh: Mesh, lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed + mesh.rank)
-    arrays = [rng.standard_normal(length).astype(np.float32) for length in lengths]
-    for algorithm in ALGORITHMS["all_reduce"]:
+    arrays = [rng.standard_normal((length, 2)).astype(np.float32)[:, 0] for length in lengths]
+    for algorithm in (None, *ALGORITHMS["all_reduce"]):
         whole = mesh.all_reduce(np.concatenate(arrays), algorithm=algorithm)
-        parts = mesh.all_reduce([array.copy() for array in arrays], algorithm=algorithm)
-        assert np.concatenate(parts).tobytes() == whole.tobytes(), f"seed {seed}"
+        for parts in ([array.copy() for array in arrays], [array * 1 for array in arrays]):
+            mesh.all_reduce(parts, algorithm=algorithm)
+            assert np.concatenate(parts).tobytes() == whole.tobytes(), (algorithm, lengths, seed)
+
+
+SEEDS = st.integers(0, 1000)
+LENGTHS = st.lists(st.sampled_from([0, 1, 3, 40, 3000, 100_000]), min_size=1, max_size=6)
+#: Of arrays that are copied together; all are, some are, none is.
+LIMITS = st.sampled_from([0, 40, 1 << 20])
 
 
 @settings(max_examples=15)
 @given(
     size=st.sampled_from([2, 3, 4, 5]),
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
-    limit=st.sampled_from([0, 40, 1 << 20]),
-    seed=st.integers(0, 1000),
+    limit=LIMITS,
+    seed=SEEDS,
 )
 def test_the_same_bits_as_from_one_long_array(size: int, lengths: list[int], limit: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fusing, "_IN_PLACE", limit)
         run_world(size, _same_as_one, args=(lengths, seed), config=CONFIG, timeout=LIMIT)
+
+
+def _same_as_one_as_told(mesh: Mesh, talk: Talk) -> None:
+    while (told := talk.recv()) is not None:
+        lengths, limit, on_stage, seed = told
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fusing, "_IN_PLACE", limit)
+            patch.setattr(fusing, "_ON_STAGE", on_stage)
+            if on_stage:
+                _same_as_one(mesh, lengths, seed)
+            else:
+                _stays_over_messages(mesh, lengths, seed)
+        talk.send("right")
+
+
+def _stays_over_messages(mesh: Mesh, lengths: list[int], seed: int) -> None:
+    """What is too large for the stage has the bits of the plan that "shared" has without one."""
+    rng = np.random.default_rng(seed + mesh.rank)
+    arrays = [rng.standard_normal(length).astype(np.float32) for length in (*lengths, 1, 1)]
+    whole = mesh.all_reduce(np.concatenate(arrays), algorithm="halving_doubling")
+    mesh.all_reduce(arrays, algorithm="shared")
+    assert np.concatenate(arrays).tobytes() == whole.tobytes(), (lengths, seed)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_list_had_other_bits_than_one_array_on_a_stage(size: int) -> None:
+    """From the first call on, for which the stage is founded. Longer than slots, too."""
+    with Ranks(size, _same_as_one_as_told, CONFIG) as ranks:
+
+        @settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+        @given(st.tuples(LENGTHS, LIMITS, st.sampled_from([1 << 30, 1 << 30, 0]), SEEDS))
+        @example(([3000], 40, 1 << 30, 0))
+        def check(told: tuple[list[int], int, int, int]) -> None:
+            for rank in range(size):
+                ranks.say(rank, told)
+            assert ranks.hear_all() == ["right"] * size
+
+        check()
+        for rank in range(size):
+            ranks.say(rank)
 
 
 def test_spans_are_cut_where_an_array_ends() -> None:

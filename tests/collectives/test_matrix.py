@@ -1,6 +1,6 @@
-"""Any sequence of collectives, drawn by hypothesis, against numpy: every algorithm × operation × dtype × root × place
-of the result, waiting and not, in threads over inproc and in processes over tcp and shm. `make soak` draws many
-more."""
+"""Any sequence of collectives, drawn by hypothesis, against numpy: every algorithm × operation or function × dtype ×
+root × place of the result, in equal and uneven parts, of one array and of lists, waiting and not, in threads over
+inproc and in processes over tcp and shm. `make soak` draws many more."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any, Final, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
@@ -26,8 +27,23 @@ CONFIG = Config(timeout=scaled(30))
 LIMIT = scaled(50)
 SIZES = [1, 2, 3, 4, 5, 7, 8, 16]
 DTYPES = "int8 uint8 int16 uint32 int64 float16 float32 float64 complex64 complex128 bool".split()
+DTYPES.append(np.dtype(ml_dtypes.bfloat16).name)
 #: Elements that travel by rendezvous and in several segments.
 LARGE: Final = (70_000,)
+
+
+#: What forms that are not in ALGORITHMS choose among.
+ALGORITHM_OF: Final = {
+    "all_gather_v": "all_gather",
+    "gather_v": "gather",
+    "scatter_v": "scatter",
+    "reduce_scatter_v": "reduce_scatter",
+    "all_to_all_v": "all_to_all",
+    "all_reduce list": "all_reduce",
+    "broadcast list": "broadcast",
+}
+#: Of a rank, in uneven parts.
+MOST_ROWS: Final = 5000
 
 
 def _operations(dtype: str) -> list[str]:
@@ -39,7 +55,7 @@ def _operations(dtype: str) -> list[str]:
             ufunc(one, one, out=one.copy())
         except TypeError:
             continue
-        if name != "avg" or one.dtype.kind in "fc":
+        if name != "avg" or one.dtype.kind in "fcV":
             found.append(name)
     return found
 
@@ -59,6 +75,8 @@ class Drawn(NamedTuple):
     #: The result goes into the input's memory where it can, otherwise into a given array; else where it goes of itself.
     in_place: bool
     async_op: bool
+    #: The operation is passed as a function.
+    function: bool
 
 
 class Input:
@@ -67,27 +85,57 @@ class Input:
     def __init__(self, drawn: Drawn, group: Group) -> None:
         self.drawn, self.group = drawn, group
         self.rank, self.size, self.root = group.rank, group.size, drawn.root % group.size
-        found = [None, *ALGORITHMS[drawn.collective]]
+        found = [None, *ALGORITHMS[ALGORITHM_OF.get(drawn.collective, drawn.collective)]]
+        if drawn.collective == "all_to_all_v":
+            found.remove("bruck")
         self.algorithm = found[drawn.algorithm % len(found)]
-        self.op = OPS[drawn.dtype][drawn.op % len(OPS[drawn.dtype])]
-        parted = drawn.collective in ("scatter", "reduce_scatter", "all_to_all")
-        self.shape = (self.size, *drawn.shape) if parted else drawn.shape
+        self.name = OPS[drawn.dtype][drawn.op % len(OPS[drawn.dtype])]
+        if drawn.collective in ("scan", "exscan") and self.name == "avg":
+            self.name = "sum"
+        self.op: Any = OPERATIONS[self.name] if drawn.function and self.name != "avg" else self.name
+        base = min(drawn.shape[0] if drawn.shape else 2, MOST_ROWS)
+        #: Rows by rank, of uneven parts; some have none.
+        self.counts = [base * (1 + rank) // 2 % (base + 1) for rank in range(self.size)]
         self.everyone = [self._of(rank) for rank in range(self.size)]
         self.mine = self.everyone[self.rank].copy()
+        self.shape = self.mine.shape
         self.kept = self.mine.copy()
+
+    def sent(self, rank: int) -> list[int]:
+        """Rows for each rank in all_to_all_v."""
+        return [self.counts[(rank + 2 * to) % self.size] for to in range(self.size)]
+
+    def _shape_of(self, rank: int) -> tuple[int, ...]:
+        collective, shape = self.drawn.collective, self.drawn.shape
+        if collective in ("scatter", "reduce_scatter", "all_to_all"):
+            return (self.size, *shape)
+        rows = {
+            "all_gather_v": self.counts[rank],
+            "gather_v": self.counts[rank],
+            "scatter_v": sum(self.counts),
+            "reduce_scatter_v": sum(self.counts),
+            "all_to_all_v": sum(self.sent(rank)),
+        }
+        return (rows[collective], *shape[1:]) if collective in rows else shape
 
     def _of(self, rank: int) -> Any:
         """Small whole numbers, exact in every dtype and in any order; ones for products, with either sign."""
-        numbers = (np.arange(int(np.prod(self.shape))) * 7 + rank * 3) % 5
-        if self.op == "prod":
+        shape = self._shape_of(rank)
+        numbers = (np.arange(int(np.prod(shape))) * 7 + rank * 3) % 5
+        if self.name == "prod":
             numbers = 1 - 2 * (numbers % 2)
-        return numbers.astype(self.drawn.dtype).reshape(self.shape)
+        return numbers.astype(self.drawn.dtype).reshape(shape)
+
+    def part(self, array: Any, rank: int) -> Any:
+        """A rank's rows."""
+        first = sum(self.counts[:rank])
+        return array[first : first + self.counts[rank]]
 
     def reduced(self, count: int | None = None) -> Any:
         """Over the first `count` ranks."""
-        ufunc, chosen = OPERATIONS[self.op], self.everyone[:count]
+        ufunc, chosen = OPERATIONS[self.name], self.everyone[:count]
         total = reduce(lambda a, b: ufunc(a, b).astype(a.dtype), chosen)
-        return (total / len(chosen)).astype(total.dtype) if self.op == "avg" else total
+        return (total / len(chosen)).astype(total.dtype) if self.name == "avg" else total
 
     def options(self) -> dict[str, Any]:
         return {"algorithm": self.algorithm, "async_op": self.drawn.async_op}
@@ -151,23 +199,67 @@ def _all_to_all(given: Input) -> Made:
 
 
 def _scan(given: Input) -> Made:
-    op = "sum" if given.op == "avg" else given.op
-    given.op = op
     out = None if given.drawn.in_place else given.out(given.shape)
-    made = given.group.scan(given.mine, op, out=out, async_op=given.drawn.async_op)
+    made = given.group.scan(given.mine, given.op, out=out, **given.options())
     return made, given.reduced(given.rank + 1)
 
 
 def _exscan(given: Input) -> Made:
-    op = "sum" if given.op == "avg" else given.op
-    given.op = op
     out = None if given.drawn.in_place else given.out(given.shape)
-    made = given.group.exscan(given.mine, op, out=out, async_op=given.drawn.async_op)
+    made = given.group.exscan(given.mine, given.op, out=out, **given.options())
     return made, given.reduced(given.rank) if given.rank else None
 
 
 def _barrier(given: Input) -> Made:
     return given.group.barrier(async_op=given.drawn.async_op), None
+
+
+def _all_gather_v(given: Input) -> Made:
+    counts = given.counts if given.drawn.async_op or given.drawn.in_place else None
+    return given.group.all_gather_v(given.mine, counts, **given.options()), np.concatenate(given.everyone)
+
+
+def _gather_v(given: Input) -> Made:
+    counts = given.counts if given.drawn.async_op or given.drawn.in_place else None
+    wanted = np.concatenate(given.everyone) if given.rank == given.root else None
+    return given.group.gather_v(given.mine, counts, given.root, **given.options()), wanted
+
+
+def _scatter_v(given: Input) -> Made:
+    at_root, wanted = given.rank == given.root, given.part(given.everyone[given.root], given.rank)
+    out = None if at_root and given.drawn.in_place else given.out(wanted.shape)
+    array = given.mine if at_root else None
+    return given.group.scatter_v(array, given.counts, given.root, out=out, **given.options()), wanted
+
+
+def _reduce_scatter_v(given: Input) -> Made:
+    made = given.group.reduce_scatter_v(given.mine, given.counts, given.op, **given.options())
+    return made, given.part(given.reduced(), given.rank)
+
+
+def _all_to_all_v(given: Input) -> Made:
+    coming = [given.sent(rank)[given.rank] for rank in range(given.size)]
+    ends = [np.cumsum(given.sent(rank))[given.rank] for rank in range(given.size)]
+    wanted = [given.everyone[rank][ends[rank] - coming[rank] : ends[rank]] for rank in range(given.size)]
+    told = coming if given.drawn.async_op or given.drawn.in_place else None
+    made = given.group.all_to_all_v(given.mine, given.sent(given.rank), told, **given.options())
+    return made, np.concatenate(wanted)
+
+
+def _list(array: Any) -> list[Any]:
+    """Its elements in three arrays."""
+    return np.array_split(array.reshape(-1), 3)
+
+
+def _all_reduce_list(given: Input) -> Made:
+    out = None if given.drawn.in_place else _list(given.out(given.shape))
+    made = given.group.all_reduce(_list(given.mine), given.op, out=out, **given.options())
+    return made, given.reduced().reshape(-1)
+
+
+def _broadcast_list(given: Input) -> Made:
+    made = given.group.broadcast(_list(given.mine), given.root, **given.options())
+    return made, given.everyone[given.root].reshape(-1)
 
 
 CALLS: Final[dict[str, Callable[[Input], Made]]] = {
@@ -182,9 +274,16 @@ CALLS: Final[dict[str, Callable[[Input], Made]]] = {
     "scan": _scan,
     "exscan": _exscan,
     "barrier": _barrier,
+    "all_gather_v": _all_gather_v,
+    "gather_v": _gather_v,
+    "scatter_v": _scatter_v,
+    "reduce_scatter_v": _reduce_scatter_v,
+    "all_to_all_v": _all_to_all_v,
+    "all_reduce list": _all_reduce_list,
+    "broadcast list": _broadcast_list,
 }
 #: The others leave their input alone, whatever happens in between.
-WRITES = {"broadcast"}
+WRITES = {"broadcast", "broadcast list"}
 
 
 def perform(group: Group, calls: list[Drawn]) -> None:
@@ -196,6 +295,7 @@ def perform(group: Group, calls: list[Drawn]) -> None:
         pending.append((given, made, wanted))
     for given, made, wanted in pending:
         got = made.result() if isinstance(made, Work) else made
+        got = np.concatenate(got) if isinstance(got, list) else got
         about = (given.drawn, given.algorithm, given.op, got, wanted)
         assert (got is None) == (wanted is None), about
         if wanted is not None:
@@ -208,7 +308,7 @@ def perform(group: Group, calls: list[Drawn]) -> None:
 
 _SHAPES = st.one_of(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from([(1,), (300,), LARGE]))
 #: Collectives with more algorithms are drawn more often.
-_COLLECTIVES = st.sampled_from([name for name, found in ALGORITHMS.items() for _ in found])
+_COLLECTIVES = st.sampled_from([name for name in CALLS for _ in ALGORITHMS[ALGORITHM_OF.get(name, name)]])
 _DRAWN = st.builds(
     Drawn,
     _COLLECTIVES,
@@ -219,6 +319,7 @@ _DRAWN = st.builds(
     st.integers(0, 1000),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 SEQUENCES = st.lists(_DRAWN, min_size=1, max_size=16)
 #: How many sequences: of a normal run, and of a long one.
@@ -226,7 +327,8 @@ EXAMPLES = [6, pytest.param(150, marks=[pytest.mark.soak, pytest.mark.timeout(sc
 
 
 def test_there_is_a_call_for_every_collective() -> None:
-    assert CALLS.keys() == ALGORITHMS.keys()
+    assert CALLS.keys() == ALGORITHMS.keys() | ALGORITHM_OF.keys()
+    assert ALGORITHMS.keys() >= {*ALGORITHM_OF.values()}
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

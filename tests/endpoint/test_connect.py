@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from peers import BRIEFLY, FAULTY, PATIENT, SOON, Call, Medium, Pair, blank, faulty, open_pair, pattern, router_of
-from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, Peer, PeerLost
+from rankmesh import ClosedError, Config, ConfigError, ConnectError, DeadlineError, Endpoint, Peer, PeerLost, UsageError
 from rankmesh.endpoint.admission import Admission
 from rankmesh.endpoint.connector import Dial
 from rankmesh.membership.ports import free_port
@@ -370,8 +370,16 @@ def test_closed_endpoint_says_so(medium: Medium) -> None:
         assert repr(pair.left) == "<Endpoint 'left': closed>"
 
 
-def test_error_inside_the_block_aborts(medium: Medium) -> None:
-    """The peer is not kept waiting for a goodbye."""
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (ZeroDivisionError(), "it raised ZeroDivisionError"),
+        (UsageError("Too long. Correct out."), "it raised UsageError: Too long. Correct out"),
+        (ValueError("x = 0"), "it raised ValueError: x = 0"),
+    ],
+)
+def test_error_inside_the_block_aborts(medium: Medium, error: Exception, reason: str) -> None:
+    """The peer is not kept waiting for a goodbye. It quotes the error in a sentence, which ended in two full stops."""
     with Endpoint(medium.address, config=medium.config) as right:
         peers = []
 
@@ -379,13 +387,14 @@ def test_error_inside_the_block_aborts(medium: Medium) -> None:
             with Endpoint(medium.address, config=medium.config) as left:
                 left.connect(right.address, timeout=SOON)
                 peers.append(right.accept(timeout=SOON))
-                raise ZeroDivisionError
+                raise error
 
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(type(error)):
             fail()
         with pytest.raises(PeerLost) as caught:
             peers[0].recv(bytearray(1), timeout=SOON)
-        assert caught.value.reason == "it raised ZeroDivisionError"
+        assert caught.value.reason == reason
+        assert str(caught.value).split(", during")[0].endswith(f"is lost: {reason}")
 
 
 def test_status_lines(tcp: Medium) -> None:

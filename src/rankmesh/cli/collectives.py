@@ -23,8 +23,9 @@ from rankmesh.cli import backends, report, svg, tune, two_ranks
 from rankmesh.cli.backends import FOREIGN, OTHERS, RankmeshBackend
 from rankmesh.cli.exercise import KINDS, Backend, Task, Timing, dtype_of, measure
 from rankmesh.collectives.choosing import ALGORITHMS
+from rankmesh.collectives.kinds import kind_of
 from rankmesh.collectives.reducing import OPERATIONS
-from rankmesh.errors import ConfigError
+from rankmesh.errors import ConfigError, UsageError
 from rankmesh.membership.environment import detect
 
 EPILOG: Final = """\
@@ -171,10 +172,19 @@ def _check(args: argparse.Namespace, ranks: int, inside: bool) -> None:
                     f"{collective} has no algorithm {args.algorithm!r}. Use one of "
                     f"{', '.join(ALGORITHMS[collective])}, or 'all'."
                 )
-    dtype_of(args.dtype)
+    _check_operation(args)
     if args.tune:
         tune.check_target(args.tune)
     backends.check_installed([name for name in dict.fromkeys((args.backend, *args.compare)) if name in OTHERS])
+
+
+def _check_operation(args: argparse.Namespace) -> None:
+    kind = kind_of(dtype_of(args.dtype))
+    if any(KINDS[collective].reduces for collective in args.collectives):
+        try:
+            kind.operation(args.op)
+        except UsageError as error:
+            raise ConfigError(f"Arrays of {kind.name} have no {args.op}. Choose another --op or --dtype.") from error
 
 
 # ---------------------------------------------------------------------- a world for each library

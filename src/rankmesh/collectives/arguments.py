@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array as typed_array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -11,7 +12,24 @@ from rankmesh.collectives.kinds import Array, Kind, kind_of
 from rankmesh.collectives.tensors import is_tensor, tensor_kind
 from rankmesh.errors import UsageError
 
-__all__ = ["Array", "Operand", "by_rank", "flat_input", "flat_output", "operand", "output", "row_counts", "rows_of"]
+__all__ = [
+    "Array",
+    "Operand",
+    "by_rank",
+    "check_writable",
+    "flat_input",
+    "flat_output",
+    "flat_target",
+    "operand",
+    "output",
+    "parts_apart",
+    "roots",
+    "row_counts",
+    "rows_of",
+]
+
+#: What has memory to write to, tensors aside.
+_WRITTEN: Final = (np.ndarray, bytearray, memoryview, typed_array)
 
 
 class Operand:
@@ -36,14 +54,27 @@ class Operand:
 
 
 def operand(data: Any) -> Operand:
-    """Over the memory of `data` where it has any; a number becomes a new array."""
-    if isinstance(data, np.ndarray):
+    """Over the memory of `data` where it has any; a number becomes a new array. A memoryview or array.array has the
+    elements that its format says. What is more than its memory to numpy (a matrix) is a plain array here."""
+    if type(data) is np.ndarray:
         return Operand(data, data, kind_of(data.dtype))
     if is_tensor(data):
         kind = tensor_kind(data.dtype)
         return Operand(data, kind.memory(data), kind)
-    array = np.frombuffer(data, np.uint8) if isinstance(data, bytes | bytearray | memoryview) else np.asarray(data)
-    return Operand(array, array, kind_of(array.dtype))
+    array = np.frombuffer(data, np.uint8) if isinstance(data, bytes | bytearray) else _array_of(data)
+    return Operand(data if isinstance(data, np.ndarray) else array, array, kind_of(array.dtype))
+
+
+def _array_of(data: Any) -> Array:
+    try:
+        return np.asarray(data)
+    except ValueError as error:
+        if not isinstance(data, memoryview):
+            raise
+        raise UsageError(
+            f"Elements of the format {data.format!r} are of no type of numpy's. Pass memoryview(x).cast('B'), their "
+            "bytes."
+        ) from error
 
 
 def output(out: Any, shape: tuple[int, ...], kind: Kind) -> Operand:
@@ -51,7 +82,7 @@ def output(out: Any, shape: tuple[int, ...], kind: Kind) -> Operand:
     if out is None:
         array = np.empty(shape, kind.dtype)
         return Operand(kind.value(array), array, kind)
-    if not isinstance(out, np.ndarray | bytearray | memoryview) and not is_tensor(out):
+    if not isinstance(out, _WRITTEN) and not is_tensor(out):
         raise UsageError(f"out is a {type(out).__name__}, which has no memory to write to. Pass an array or a tensor.")
     found = operand(out)
     if found.array.shape != shape or found.kind.name != kind.name or found.array.dtype != kind.dtype:
@@ -67,16 +98,41 @@ def flat_input(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1)
 
 
-def flat_output(array: Array, what: str = "out") -> Array:
-    """The same for what is written to."""
-    flags = array.flags
-    if not flags.c_contiguous:
+def flat_output(array: Array, what: str = "out", instead: str = "") -> Array:
+    """The same for what is written to. `what`: how its user knows it; `instead`: what else could be passed."""
+    if not array.flags.c_contiguous:
         raise UsageError(
-            f"{what} of shape {array.shape} is not contiguous. Pass numpy.ascontiguousarray(x) and copy back."
+            f"{what} of shape {array.shape} is not contiguous. Pass numpy.ascontiguousarray(x) and copy back{instead}."
         )
-    if not flags.writeable:
-        raise UsageError(f"{what} is read-only, and the result goes there. Pass a writable array, or out=.")
+    check_writable(array, what, instead)
     return array.reshape(-1)
+
+
+def check_writable(array: Array, what: str = "out", instead: str = "") -> None:
+    if not array.flags.writeable:
+        raise UsageError(f"{what} is read-only, and the result goes there. Pass a writable array{instead}.")
+
+
+def flat_target(target: Operand, given: Operand) -> Array:
+    """The same of where a result goes: `out`, or in place."""
+    if target is given:
+        return flat_output(target.array, "The array", ", or out=")
+    return flat_output(target.array)
+
+
+def parts_apart(array: Array, own: Array, counts: Sequence[int], root: int) -> Array:
+    """The ranks' parts of an array, flat, so that to write the root's to `own` changes no other's: a copy if it lies
+    where others do."""
+    flat = flat_input(array)
+    in_place = flat.ctypes.data + sum(counts[:root]) * flat.itemsize == own.ctypes.data
+    return flat.copy() if not in_place and np.may_share_memory(flat, own) else flat
+
+
+def roots(array: Any, name: str) -> Operand:
+    """What the root of a scatter passes."""
+    if array is None:
+        raise UsageError(f"{name} takes the array to scatter at its root, and this rank is it. Pass it here.")
+    return operand(array)
 
 
 def by_rank(array: Array, size: int, what: str) -> tuple[int, ...]:

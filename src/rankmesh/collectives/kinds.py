@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
+from zlib import crc32
 
 import numpy as np
 
@@ -51,10 +52,36 @@ _TORCH: Final = {
     "lor": "logical_or",
     "lxor": "logical_xor",
 }
+#: Characters up to which the fields of a structured dtype are named one by one.
+_NAMED: Final = 72
 #: Elements that are computed with at a time: what stays in the cache, costs few calls, and is too little for torch to
 #: call its other threads. Those would take the cores of other ranks, and go on spinning there: on 2 cores an all_reduce
 #: of 512 KiB with 2 ranks took twice as long.
 BLOCK: Final = 32 * 1024 - 64
+
+
+def no_operation(op: object) -> UsageError:
+    return UsageError(f"There is no operation {op!r}. Use one of {', '.join(OPERATIONS)}, or a function.")
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """What ranks compare: two dtypes that hold their values differently have different names."""
+    if dtype.names is None:
+        return str(dtype.name if dtype.isnative else dtype.str)
+    layout = _layout(dtype)
+    if len(layout) <= _NAMED:
+        return layout
+    return f"{{{len(dtype.names)} fields in {dtype.itemsize} bytes, layout {crc32(layout.encode()):08x}}}"
+
+
+def _layout(dtype: np.dtype[Any]) -> str:
+    """Every field: its name, its dtype, and where it lies."""
+    if dtype.subdtype is not None:
+        return f"{_layout(dtype.base)} of {dtype.shape}"
+    if dtype.fields is None or dtype.names is None:
+        return name_of(dtype)
+    fields = (f"{name!a}: {_layout(dtype.fields[name][0])} at {dtype.fields[name][1]}" for name in dtype.names)
+    return f"{{{', '.join(fields)} in {dtype.itemsize} bytes}}"
 
 
 class Kind:
@@ -64,7 +91,7 @@ class Kind:
         #: Of the memory, as numpy sees it.
         self.dtype = dtype
         #: What ranks agree on.
-        self.name = name or (dtype.name if dtype.isnative else dtype.str)
+        self.name = name or name_of(dtype)
         self._operations: dict[str, Operation] = {}
 
     def operation(self, op: str) -> Operation:
@@ -79,7 +106,9 @@ class Kind:
     def _find(self, op: str) -> Operation:
         ufunc = OPERATIONS.get(op)
         if ufunc is None:
-            raise UsageError(f"There is no operation {op!r}. Use one of {', '.join(OPERATIONS)}, or a function.")
+            raise no_operation(op)
+        if issubclass(self.dtype.type, np.flexible):
+            raise self._none(op, "what numpy makes of two texts, or of bytes, has another length or meaning")
         one = np.zeros(1, self.dtype)
         try:
             if op == "avg":
@@ -107,8 +136,16 @@ class Kind:
         return array
 
     def memory(self, value: Any) -> Array:
-        """The other way round, of what a user's function returned."""
-        return np.asarray(value)
+        """The other way round, of what a user's function returned. Raises TypeError for what these elements cannot
+        hold: another kind of number."""
+        made = np.asarray(value)
+        if not self._holds(made.dtype):
+            raise TypeError(f"{self.name} cannot hold {name_of(made.dtype)}")
+        return made
+
+    def _holds(self, dtype: np.dtype[Any]) -> bool:
+        """As numpy's `a += b` has it: rounded perhaps, but no fraction, sign, imaginary part or text is lost."""
+        return np.can_cast(dtype, self.dtype, "safe" if issubclass(self.dtype.type, np.flexible) else "same_kind")
 
 
 @lru_cache(maxsize=256)

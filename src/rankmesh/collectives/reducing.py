@@ -2,7 +2,7 @@
 
 Every operation is associative and commutes, and so must a user's function be, except in scan and exscan, which keep
 the order of ranks. A function is called as f(left, right) with two arrays of one dimension (tensors, where tensors
-were passed), and returns one of the same length.
+were passed), and returns one of the same length, of a dtype that can be added to theirs in place (numpy's same_kind).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rankmesh.collectives.kinds import OPERATIONS, Array, Kind, Operation
+from rankmesh.collectives.kinds import OPERATIONS, Array, Kind, Operation, no_operation
 from rankmesh.errors import UsageError
 
 __all__ = ["OPERATIONS", "Op", "Reducer", "Reduction"]
@@ -45,6 +45,8 @@ class Reduction:
             self.name = op
             #: No allocation, and for what numpy computes with no Python either: it is the ufunc.
             self.apply: Operation = kind.operation(op)
+        elif not callable(op):
+            raise no_operation(op)
         else:
             self.name = f"function {getattr(op, '__qualname__', type(op).__qualname__)}"
             self.apply = _applied(op, kind, self.name)
@@ -58,7 +60,14 @@ class Reduction:
 
 def _applied(function: Callable[[Any, Any], Any], kind: Kind, name: str) -> Operation:
     def operation(left: Array, right: Array, out: Array) -> None:
-        made = kind.memory(function(kind.value(left), kind.value(right)))
+        returned = function(kind.value(left), kind.value(right))
+        try:
+            made = kind.memory(returned)
+        except TypeError as error:
+            raise UsageError(
+                f"What the reduction {name} made of two arrays is of another kind: {error}. Return what astype() made "
+                "of it, in their dtype."
+            ) from error
         if made.shape != out.shape:
             raise UsageError(
                 f"The reduction {name} made an array of shape {made.shape} of two of {out.shape}. "

@@ -47,7 +47,11 @@ class TensorKind(Kind):
     def memory(self, value: Any) -> Array:
         """Where it lies. Raises UsageError for what is not plain CPU memory."""
         if not is_tensor(value):
-            value = self._torch.as_tensor(value, dtype=self._dtype)
+            value = self._torch.as_tensor(np.asarray(value))
+        if value.dtype != self._dtype:  # of a user's function
+            if not self._torch.can_cast(value.dtype, self._dtype):
+                raise TypeError(f"{self.name} cannot hold {str(value.dtype).removeprefix('torch.')}")
+            value = value.to(self._dtype)
         if value.device.type != "cpu":
             raise UsageError(f"This tensor is on {value.device}. Pass x.cpu().")
         if value.layout is not self._torch.strided or value.is_conj() or value.is_neg():

@@ -21,13 +21,15 @@ from rankmesh.collectives.arguments import (
     flat_output,
     operand,
     output,
+    parts_apart,
+    roots,
     row_counts,
     rows_of,
 )
-from rankmesh.collectives.exchanging import laid_out
+from rankmesh.collectives.exchanging import exchange
 from rankmesh.collectives.reducing import Op
 from rankmesh.collectives.space import Part, Space
-from rankmesh.collectives.starting import Chosen, Options
+from rankmesh.collectives.starting import Options
 from rankmesh.collectives.verbs import Collectives
 from rankmesh.errors import UsageError
 
@@ -125,7 +127,7 @@ class UnevenCollectives(Collectives):
             raise UsageError(
                 "Ranks other than the root do not know what scatter_v brings. Pass out=, of the right shape and dtype."
             )
-        given = operand(array if self.rank == root else out)
+        given = roots(array, "scatter_v") if self.rank == root else operand(out)
         whole = given.array
         each = rows_of(whole, sum(rows) if self.rank == root else rows[self.rank], "scatter_v")
         target = output(out, (rows[self.rank], *whole.shape[1:]), given.kind)
@@ -134,9 +136,9 @@ class UnevenCollectives(Collectives):
         what = f"{rows} {given.rows}"
         if self.rank != root:
             return self._take_part(chosen, own, parts, lambda: target.value, options, what, root, "scatter_v")
-        first = sum(rows[:root])
+        flat, first = parts_apart(whole, own, parts, root), sum(rows[:root])
         target.array[...] = whole[first : first + rows[root]]
-        space = Space(Part(flat_input(whole), parts))
+        space = Space(Part(flat, parts))
         return self._run(chosen, space, lambda: target.value, options, what, root=root, name="scatter_v")
 
     def reduce_scatter_v(
@@ -205,11 +207,8 @@ class UnevenCollectives(Collectives):
     ) -> Any:
         """Send an array to each rank of `sends`, and receive one from each of `receives` into the array given there;
         `receives` is returned. Every rank calls it, if need be with nothing ({}); what one sends, the other receives,
-        of the same number of bytes. `Grid` finds the neighbours in a box."""
-        options = Options(None, async_op, timeout)
-        this, space = laid_out(self, sends, receives)
-        chosen = Chosen("neighbor_exchange", "direct", (this,), len(sends) + len(receives))
-        return self._run(chosen, space, lambda: receives, options)
+        as many elements of the same dtype. `Grid` finds the neighbours in a box."""
+        return exchange(self, sends, receives, Options(None, async_op, timeout))
 
     # ------------------------------------------------------------------ objects
 

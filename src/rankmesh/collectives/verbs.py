@@ -22,7 +22,18 @@ import numpy as np
 
 from rankmesh.buffers import copy
 from rankmesh.collectives import fusing
-from rankmesh.collectives.arguments import Array, Operand, by_rank, flat_input, flat_output, operand, output
+from rankmesh.collectives.arguments import (
+    Array,
+    Operand,
+    by_rank,
+    flat_input,
+    flat_output,
+    flat_target,
+    operand,
+    output,
+    parts_apart,
+    roots,
+)
 from rankmesh.collectives.compression import Compressor, exchange
 from rankmesh.collectives.fusing import is_list
 from rankmesh.collectives.kinds import Kind
@@ -43,7 +54,7 @@ def _in_place_or(out: Any, given: Operand, apart: bool = False) -> tuple[Operand
     """Where a result of the shape of its input goes; and, flat, what is read and what is written: one array with the
     input in it, or two where they may be `apart`, and are."""
     target = given if out is None else output(out, given.array.shape, given.kind)
-    flat = flat_output(target.array)
+    flat = flat_target(target, given)
     if target is given:
         return target, flat, flat
     if apart and given.array.flags.c_contiguous and not np.may_share_memory(given.array, flat):
@@ -97,7 +108,7 @@ class Collectives(Running):
         if is_list(array):
             return fusing.broadcast(self, array, root, options)
         given = operand(array)
-        flat = flat_input(given.array) if self.rank == root else flat_output(given.array, "array")
+        flat = flat_input(given.array) if self.rank == root else flat_output(given.array, "The array")
         job = Job("broadcast", flat, flat, flat.size)
         if self._is_staged("broadcast", flat.nbytes, options, flat.itemsize) and 0 <= root < self.size:
             key = ("broadcast", flat.dtype, flat.size, root) if type(given.kind) is Kind else None
@@ -267,7 +278,7 @@ class Collectives(Running):
         leave out."""
         options = Options(algorithm, async_op, timeout)
         if self.rank == root:
-            given = operand(array)
+            given = roots(array, "scatter")
             target = output(out, by_rank(given.array, self.size, "scatter"), given.kind)
         elif out is None:
             raise UsageError(
@@ -280,7 +291,7 @@ class Collectives(Running):
         counts = [own.size] * self.size
         if self.rank != root:
             return self._take_part(chosen, own, counts, lambda: target.value, options, target.what, root)
-        flat = flat_input(given.array)
+        flat = parts_apart(given.array, own, counts, root)
         target.array[...] = given.array[root]
         job = Job("scatter", flat, flat, own.size)
         return self._run(
@@ -401,26 +412,40 @@ class Collectives(Running):
         return self._run(chosen, Space(*parts), lambda: target.value, options, given.what, job=job)
 
     def scan(
-        self, array: Any, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
+        self,
+        array: Any,
+        op: Op = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """The arrays of the ranks up to this one reduced, in the order of ranks: in `out`, or in place."""
         given = operand(array)
         reduction = self._scanning(op, given.kind)
         target, _, flat = _in_place_or(out, given)
-        options = Options(None, async_op, timeout)
+        options = Options(algorithm, async_op, timeout)
         chosen = self._choose("scan", flat.nbytes, options)
         space = Space(Part(flat, [flat.size]))
         return self._run(chosen, space, lambda: target.value, options, given.what, reduction)
 
     def exscan(
-        self, array: Any, op: Op = "sum", *, out: Any = None, async_op: bool = False, timeout: float | None = None
+        self,
+        array: Any,
+        op: Op = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """The same of the ranks below this one. Rank 0 has none: it gets None, and its array stays."""
         given = operand(array)
         reduction = self._scanning(op, given.kind)
         target = given if out is None else output(out, given.array.shape, given.kind)
-        flat, own = flat_output(target.array), given.array.reshape(-1).copy()
-        options = Options(None, async_op, timeout)
+        flat, own = flat_target(target, given), given.array.reshape(-1).copy()
+        options = Options(algorithm, async_op, timeout)
         chosen = self._choose("exscan", flat.nbytes, options)
         space = Space(Part(own, [own.size]), Part(flat, [flat.size]))
         result = target.value if self.rank else None

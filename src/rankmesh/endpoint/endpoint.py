@@ -456,7 +456,8 @@ def leave(owner: Any, kind: type[BaseException] | None, error: BaseException | N
     if kind is None or (isinstance(error, SystemExit) and not error.code):
         owner.close()
     else:
-        owner.abort(f"it raised {kind.__name__}" + (f": {error}" if str(error) else ""))
+        said = f": {error}" if str(error) else ""
+        owner.abort(f"it raised {kind.__name__}{said}".removesuffix("."))  # the reason stands within sentences
 
 
 def _in_process(address: str | None) -> bool:
