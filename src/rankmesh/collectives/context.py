@@ -106,7 +106,7 @@ class GroupContext:
 
     def disagree(self, collective: Collective, rank: int, did: str) -> None:
         """That rank did what does not fit: it, and all others, are asked what they called, and are told."""
-        collective.doubts[rank] = did
+        collective.doubts.setdefault(rank, did)
         self.agent.doubt(self, collective)
 
     def stray(self, collective: Collective, rank: int) -> None:

@@ -140,8 +140,8 @@ class NeighborExchange(Collective):
         self._open += 1
         self._pieces.append(first)
         self.context.hub.post(first)
-        if self._error is not None:  # it was there, and another one: nothing may be received any more
-            raise self._error
+        if receive.source in self.doubts:  # it was there, and another one: what follows it has no place
+            return _Receiving(self, receive.source, first.router, EMPTY)
         return super()._receiving(receive)
 
     def piece_ended(self, piece: Piece) -> None:
