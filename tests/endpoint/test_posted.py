@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankmesh.endpoint.lanes import Cursor
-from rankmesh.endpoint.posted import ANSWER, Arrivals, Outflow, Scatter
+from rankmesh.endpoint.posted import ANSWER, MOST_JOINED, Arrivals, Outflow, Scatter
 from rankmesh.errors import ProtocolError
 
 sizes = st.lists(st.integers(0, 300), max_size=60)
@@ -51,6 +51,20 @@ def test_an_outflow_hands_out_everything_in_order(parts: list[int], limit: int, 
         outflow.frame_sent(len(piece))
     assert got == content
     assert outflow.left == 0
+
+
+def test_a_frame_is_not_joined_of_a_million_pieces() -> None:
+    """A read of every other byte of 64 MiB was served in frames of 1 MiB, each of which took 0.6 s: everybody else of
+    that owner waited for it."""
+    content = memoryview(bytes(range(256)) * 64)
+    outflow, came = Outflow(Link(1024), 5, (content[at : at + 1] for at in range(len(content))), len(content)), b""
+    while outflow.left:
+        offset, pieces, nbytes = outflow.next_piece(1 << 20)
+        assert offset == len(came)
+        assert 0 < nbytes < MOST_JOINED + 256
+        came += b"".join(pieces)
+        outflow.frame_sent(nbytes)
+    assert came == content
 
 
 @given(parts=sizes, frames=st.lists(st.integers(1, 700), max_size=40), gives_up=st.booleans())

@@ -706,3 +706,25 @@ def test_a_forked_child_does_not_keep_the_connection(links: tuple[ShmLink, ShmLi
     near.writer.release()
     near.reader.release()
     near._segment.close()
+
+
+def test_a_process_with_a_single_spare_descriptor_maps_nothing_and_goes_on(links: tuple[ShmLink, ShmLink]) -> None:
+    """The one that comes takes it, and Python's mapping makes another: that ended the conversation."""
+    near, far, _ = polled(links)
+    fd = memory(MIB)
+    assert far.share(3, fd, MIB)
+    os.close(fd)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
+    try:
+        near.answer_bell()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert near.shared == {}
+    fd = memory(MIB)
+    assert far.share(4, fd, MIB)
+    os.close(fd)
+    near.answer_bell()
+    assert list(near.shared) == [4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import get_ident
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from rankmesh.endpoint.lanes import Frame, Lane, OutQueue
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Bytes read or written for one connection before the others get their turn.
 TURN_BYTES: Final = 4 * 1024 * 1024
+#: And seconds written: frames that are made of many small pieces take long, and hold few bytes.
+TURN_SECONDS: Final = 0.003
 #: The first piece of a transfer through a ring is smaller: the receiver begins to copy when it is there.
 FIRST_PIECE: Final = DATA_LIMIT // 4
 #: Announcements a sender may have open at its peer: each costs the receiver a few hundred bytes.
@@ -143,7 +146,7 @@ class FrameSender:
                 self._watch_writes(True)
                 self._wake_leader()
                 return
-        budget = TURN_BYTES
+        budget, end = TURN_BYTES, monotonic() + TURN_SECONDS
         while self._link is not None:
             buffers = self._queue.commit()
             if not buffers:
@@ -162,7 +165,7 @@ class FrameSender:
             self.spoke = True
             self._queue.advance(sent)
             budget -= sent
-            if budget <= 0:
+            if budget <= 0 or monotonic() > end:
                 self._watch_writes(True)  # readiness brings us back, after the others
                 return
 

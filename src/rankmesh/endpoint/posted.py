@@ -234,6 +234,10 @@ def _ended(whole: bool) -> None:
     """It has been told already."""
 
 
+#: Pieces in one frame that are joined: a million of one byte would take a second, in which nobody else is served.
+MOST_JOINED: Final = 4096
+
+
 class Outflow:
     """Bytes that go to a posted place, as a Transfer of the bulk lane."""
 
@@ -262,13 +266,14 @@ class Outflow:
         piece = offset, pieces, nbytes = cursor.next_piece(limit)
         if len(pieces) < 2 or nbytes >= self._outbound.join_below * len(pieces):
             return piece
-        joined, at = self._outbound.joining(), 0
+        joined, at, count = self._outbound.joining(), 0, 0
         while pieces:
             for each in pieces:
                 end = at + len(each)
                 joined[at:end] = each
                 at = end
-            pieces = cursor.next_piece(limit - at)[1] if at < limit else []
+            count += len(pieces)
+            pieces = cursor.next_piece(limit - at)[1] if at < limit and count < MOST_JOINED else []
         return offset, [joined[:at]], at
 
     @property

@@ -11,6 +11,7 @@ and there are bounds on how many are mapped and on how many descriptors wait for
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -28,6 +29,9 @@ BELL_BYTE: Final = b"!"
 MAX_SHARED: Final = 64
 _NOTICE = struct.Struct("<cQQ")
 _SHARED, _WRITABLE, _UNSHARED = b"+", b"*", b"-"
+#: This process has no room for one more: it goes without that segment, as where the descriptor itself was lost. (Python
+#: makes a descriptor of its own for each mapping.)
+_EXHAUSTED: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _PROTECTION: Final = {_SHARED: mmap.PROT_READ, _WRITABLE: mmap.PROT_READ | mmap.PROT_WRITE}
 
 
@@ -83,6 +87,9 @@ class Notices:
             check(fd, nbytes)
             if len(self.shared) < MAX_SHARED:
                 self.shared[segment] = memoryview(mmap.mmap(fd, nbytes, prot=_PROTECTION[what]))
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise
         finally:
             os.close(fd)
 
