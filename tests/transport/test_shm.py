@@ -728,3 +728,4 @@ def test_a_process_with_a_single_spare_descriptor_maps_nothing_and_goes_on(links
     os.close(fd)
     near.answer_bell()
     assert list(near.shared) == [4]
+    assert transfer(far, near, b"on", SOON) == b"on"
