@@ -272,15 +272,39 @@ def test_mappings_of_regions_that_are_gone_are_let_go(near: Sides) -> None:
             handle.write(b"x")
 
 
-def test_numpy_offsets_do_not_overflow(near: Sides) -> None:
-    near.owner.memory.allocate("kv", 64)
-    remote = near.peer.open("kv")
-    offsets: tuple[Any, ...] = (np.int64(2**63 - 1), np.uint64(2**64 - 1), np.int64(57))
-    for offset in offsets:
-        with pytest.raises(OutOfBounds):
-            remote.read(bytearray(8), offset)
-        with pytest.raises(OutOfBounds):
-            remote.write(bytes(8), offset)
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("where", ["same_host", "tcp", "inproc"])
+def test_numpy_offsets_do_not_overflow(where: str, request: pytest.FixtureRequest) -> None:
+    """Neither where they lie beyond the region nor within, where the end of what is moved is beyond their type: the
+    bytes went nowhere."""
+    with open_sides(request.getfixturevalue(where)) as sides:
+        memory = sides.owner.memory.allocate("kv", 1000).array
+        remote = sides.peer.open("kv")
+        offsets: tuple[Any, ...] = (np.int64(2**63 - 1), np.uint64(2**64 - 1), np.int64(993))
+        for offset in offsets:
+            with pytest.raises(OutOfBounds):
+                remote.read(bytearray(8), offset)
+            with pytest.raises(OutOfBounds):
+                remote.write(bytes(8), offset)
+        high: Any = np.int8(120)
+        wide: Any = np.uint8(250)
+        memory[120:320] = pattern(200)
+        out = blank(200)
+        assert (remote.read(out, high) == pattern(200)).all()
+        rows = blank(400).reshape(4, 100)
+        remote.read(rows, high, stride=high)
+        assert all((row == memory[120 * at :][:100]).all() for at, row in enumerate(rows, 1))
+        remote.write(pattern(200, 1), high)
+        assert (memory[120:320] == pattern(200, 1)).all()
+        assert not memory[320:].any()
+        remote.write(np.full((4, 100), 7, np.uint8), high, stride=wide - 50)
+        assert [memory[at : at + 100].tolist() for at in (120, 320, 520, 720)] == [[7] * 100] * 4
+        assert np.count_nonzero(memory == 7) < 410
+        remote.write_batch([(bytes(200), high), (np.full((3, 50), 9, np.uint8), wide, high)])
+        assert [memory[at : at + 50].tolist() for at in (250, 370, 490)] == [[9] * 50] * 3
+        remote.read_batch([(out, high), (rows, high, high)])
+        assert (out == memory[120:320]).all()
+        assert (rows[3] == memory[480:580]).all()
 
 
 def test_a_forked_child_copies_nothing(near: Sides) -> None:

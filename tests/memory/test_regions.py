@@ -444,15 +444,42 @@ def test_one_of_two_that_register_a_name_at_once(near: Sides) -> None:
     assert sum(call.result() for call in calls) == 1
 
 
-def test_offsets_of_a_batch_are_whole(near: Sides) -> None:
-    near.register(bytearray(64))
+def test_offsets_and_strides_are_whole(near: Sides) -> None:
+    region = near.register(bytearray(64))
     remote = near.peer.open("kv")
-    for offsets in ((0.5, 8), (8, 0.5)):
-        with pytest.raises(TypeError, match="float"):
-            remote.read_batch([(bytearray(8), offset) for offset in offsets])  # type: ignore[misc]  # on purpose
-    for use in (remote.read, remote.write):
-        with pytest.raises(UsageError, match="whole number"):
-            use(bytearray(8), 0.5)  # type: ignore[arg-type]  # on purpose
+    table: Any = np.zeros((2, 8), np.uint8)
+    wrong: Any = 0.5
+    attempts: Uses = (
+        lambda: remote.read(bytearray(8), wrong),
+        lambda: remote.write(bytes(8), wrong),
+        lambda: remote.read_batch([(bytearray(8), wrong), (bytearray(8), 8)]),
+        lambda: remote.write_batch([(bytes(8), 8), (bytes(8), wrong)]),
+        lambda: remote.read(table, stride=wrong + 16),
+        lambda: remote.write(table, stride=wrong),
+        lambda: remote.read_batch([(table, 0, wrong)]),
+        lambda: remote.write_batch([(table, wrong, 8)]),
+        lambda: remote.fetch_add(wrong, 1),
+        lambda: remote.fetch_add(0, wrong),
+        lambda: remote.compare_and_swap(0, 0, wrong),
+        lambda: region.fetch_add(wrong, 1),
+        lambda: region.fetch_add(0, wrong),
+    )
+    for use in attempts:
+        with pytest.raises(UsageError, match=r"is a whole number, and not .*Pass an int"):
+            use()
+    assert not region.array.any()
+
+
+@pytest.mark.filterwarnings("error")
+def test_numpy_numbers_in_cells_do_not_overflow(near: Sides) -> None:
+    region = near.register(np.full(32, -1, np.int64))
+    both: tuple[Any, ...] = (near.peer.open("kv"), region)
+    for cells in both:
+        assert cells.fetch_add(np.int8(120), np.int64(3)) == -1
+        assert cells.compare_and_swap(np.int8(120), np.int8(2), np.int8(-1)) == 2
+        with pytest.raises(OutOfBounds):
+            cells.fetch_add(np.uint64(2**64 - 8), 1)
+    assert (region.array == -1).all()
 
 
 def test_nothing_works_after_close(inproc: Medium) -> None:

@@ -36,6 +36,14 @@ _BYTES: Final = {np.dtype(np.uint8)}
 _ONE_BY_ONE: Final = {(1,)}
 
 
+def whole(number: Any, what: str = "An offset") -> int:
+    """A caller's number as an int, since numpy's integers overflow. Raises UsageError."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise UsageError(f"{what} is a whole number, and not {number!r}. Pass an int.") from None
+
+
 class Stretches(NamedTuple):
     """How an array lies: stretches of `nbytes`, and the axes that say where they begin."""
 
@@ -177,16 +185,16 @@ def _strided(array: np.ndarray[Any, Any]) -> Views:
     return Rows(flat.data, starts, lie.nbytes)
 
 
-def rows(data: Any, offset: int, stride: int) -> Block:
-    """The place of an array's rows (along its first axis), `stride` apart."""
+def rows(data: Any, nbytes: int, offset: int, stride: int) -> Block:
+    """The place of an array's rows (along its first axis), `nbytes` in all, `stride` apart."""
     shape = tuple(getattr(data, "shape", ()))
     if len(shape) < 2:
         raise UsageError(
             f"stride= places the rows of an array of two or more dimensions; this {type(data).__name__} has "
             f"{len(shape)}. Reshape it, or leave stride= out."
         )
-    nbytes = data.nbytes if isinstance(data, np.ndarray | memoryview) else np.asarray(data).nbytes
-    if not shape[0] or not nbytes:
+    stride = whole(stride, "A stride")
+    if not nbytes:
         return offset, 0, 0, 1
     if stride < 0:
         raise OutOfBounds(f"A stride of {stride} bytes runs backwards.", hint="Pass a stride that is not negative.")
@@ -366,10 +374,11 @@ class Batch:
         return self
 
     def _take(self, data: Any, offset: int, stride: int | None = None, *, writes: bool) -> None:
-        offset = operator.index(offset)
+        offset = whole(offset)
         mine = local(data, writes=writes)
         self._parts += mine
-        self.add((offset, sum(map(len, mine)), 0, 1) if stride is None else rows(data, offset, stride))
+        nbytes = sum(map(len, mine))
+        self.add((offset, nbytes, 0, 1) if stride is None else rows(data, nbytes, offset, stride))
 
     def add(self, block: Block) -> None:
         """Take a block of the region; its memory here is in `parts`, or comes later."""

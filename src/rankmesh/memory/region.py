@@ -19,7 +19,7 @@ from rankmesh.endpoint.ranks import Ranks
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import RankmeshError, StaleRegion, UsageError
-from rankmesh.memory.layout import Pages
+from rankmesh.memory.layout import Pages, whole
 from rankmesh.memory.protocol import (
     BLOCK_BYTES,
     CELL,
@@ -147,12 +147,12 @@ class Region:
     def fetch_add(self, offset: int, value: int) -> int:
         """As `RemoteRegion.fetch_add`, for the owner."""
         with self.server.engine:
-            return self.signed(self._own(lambda: self.add(offset, value)))
+            return self.signed(self._own(lambda: self.add(whole(offset), word(value))))
 
     def compare_and_swap(self, offset: int, expected: int, desired: int) -> int:
         """As `RemoteRegion.compare_and_swap`, for the owner."""
         with self.server.engine:
-            return self.signed(self._own(lambda: self.swap(offset, expected, desired)))
+            return self.signed(self._own(lambda: self.swap(whole(offset), word(expected), word(desired))))
 
     def allow(self, who: Iterable[Peer | int | str] | None) -> None:
         """Only these may open and use the region from now on (None: everybody): Peers, names of peers, or ranks, of the
@@ -323,6 +323,14 @@ class Region:
         waiters.remove(awaited)
         if not waiters:
             del self.waiters[key]
+
+
+def word(value: int) -> int:
+    """What goes into a cell: 64 bits, negative numbers in two's complement. Raises UsageError."""
+    number = whole(value, "A cell's value")
+    if not -(1 << 63) <= number < 1 << 64:
+        raise UsageError(f"{number} does not fit into 64 bits. Pass a smaller number.")
+    return number & _WORD
 
 
 def as_signed(value: int, dtype: np.dtype[Any]) -> int:

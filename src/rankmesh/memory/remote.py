@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import operator
 import os
 from collections.abc import Callable, Iterable
 from time import monotonic
@@ -15,14 +14,14 @@ from rankmesh.buffers import address_of
 from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import OutOfBounds, RankmeshError, UsageError
-from rankmesh.memory.layout import Batch, Block, indexed, local, rows
+from rankmesh.memory.layout import Batch, Block, indexed, local, rows, whole
 from rankmesh.memory.mapping import Mapping
 from rankmesh.memory.operations import COST, Operation, Read, Swap, Write, ask_small
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
 from rankmesh.memory.pulling import Pulled
 from rankmesh.memory.pushing import Pushed
 from rankmesh.memory.rails import STRIPED_FROM, striped
-from rankmesh.memory.region import as_signed
+from rankmesh.memory.region import as_signed, word
 from rankmesh.memory.streaming import StreamedRead, StreamedWrite
 from rankmesh.transport.pulling import Puller, populate
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 _pack: Final = REQUEST.pack
 _READ: Final = int(Op.READ)
 _WRITE: Final = int(Op.WRITE)
-_WORD: Final = (1 << 64) - 1
 Pieces = Iterable[tuple[Any, int] | tuple[Any, int, int]]
 
 
@@ -96,6 +94,8 @@ class RemoteRegion:
     ) -> Any:
         """Read into `out`, from byte `offset` on; return `out`. With `stride`, row i of `out` is read from
         offset + i * stride. `out` may be a strided array."""
+        if type(offset) is not int:
+            offset = whole(offset)
         parts = local(out, writes=True)
         through = self._read_through
         if through is not None and stride is None:
@@ -111,12 +111,13 @@ class RemoteRegion:
                     return out
                 if (polled := self._flow.router.polled) is not None and polled.puller is not None:
                     pulled.renew(polled.puller)
-            if nbytes <= self._inline and type(offset) is int and 0 <= offset <= self.nbytes - nbytes:  # the hot path
+            if nbytes <= self._inline and 0 <= offset <= self.nbytes - nbytes:  # the hot path
                 body = _pack(_READ, 0, 0, 0, self.generation, offset, nbytes)
                 seconds = self._timeout if timeout is None else timeout
                 return ask_small(Read, COST + nbytes, self._flow, self.name, body, seconds, out, parts, nbytes)
         if stride is not None:
-            return self._read_batch(out, self._batch_of(parts, [_block(out, parts, offset, stride)]), timeout, async_op)
+            batch = self._batch_of(parts, [rows(out, sum(map(len, parts)), offset, stride)])
+            return self._read_batch(out, batch, timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
         if nbytes >= STRIPED_FROM and isinstance(parts, tuple):
@@ -175,11 +176,12 @@ class RemoteRegion:
     ) -> Any:
         """Write `data` to byte `offset` and on; when that is done, the bytes are there. With `stride`, row i goes to
         offset + i * stride. `notify`: whoever waits there for this key learns of it, after the bytes are there."""
+        if type(offset) is not int:
+            offset = whole(offset)
         parts = local(data, writes=False)
         if stride is not None:
-            return self._write_batch(
-                self._batch_of(parts, [_block(data, parts, offset, stride)]), notify, timeout, async_op
-            )
+            batch = self._batch_of(parts, [rows(data, sum(map(len, parts)), offset, stride)])
+            return self._write_batch(batch, notify, timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
         through, pushed = self._write_through, self._pushed
@@ -305,17 +307,18 @@ class RemoteRegion:
     def fetch_add(self, offset: int, value: int, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Add to the 64-bit cell at byte `offset` (a multiple of 8), wrapping around; return its old value. Cells are
         changed one after the other, by the owner, whoever asks."""
-        operands = CELL.pack(_word(value))
+        operands = CELL.pack(word(value))
         return self._change(Op.FETCH_ADD, offset, operands, timeout, async_op)
 
     def compare_and_swap(
         self, offset: int, expected: int, desired: int, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Set the 64-bit cell at byte `offset` to `desired` if it is `expected`; return its old value."""
-        operands = SWAP.pack(_word(expected), _word(desired))
+        operands = SWAP.pack(word(expected), word(desired))
         return self._change(Op.COMPARE_AND_SWAP, offset, operands, timeout, async_op)
 
     def _change(self, op: Op, offset: int, operands: bytes, timeout: float | None, async_op: bool) -> Any:
+        offset = whole(offset)
         self._check(offset, CELL.size)
         if offset % CELL.size:
             raise UsageError(f"A cell lies at a multiple of 8 bytes, and not at {offset}. Pass such an offset.")
@@ -390,9 +393,7 @@ class RemoteRegion:
 
     def _check(self, offset: int, nbytes: int) -> None:
         """The owner checks too; this saves the way there."""
-        if type(offset) is not int and not hasattr(offset, "__index__"):
-            raise UsageError(f"An offset is a whole number of bytes, and not {offset!r}. Pass an int.")
-        if not 0 <= offset <= self.nbytes - nbytes:  # no sum: a numpy integer would overflow
+        if not 0 <= offset <= self.nbytes - nbytes:
             raise self._outside(f"{nbytes} bytes at {offset}")
 
     def _outside(self, what: str) -> OutOfBounds:
@@ -420,16 +421,3 @@ class RemoteRegion:
 
     def __repr__(self) -> str:
         return f"<RemoteRegion {self.name!r} of {self.peer}: {self.nbytes} bytes, {self.access!r}>"
-
-
-def _block(data: Any, parts: Iterable[memoryview], offset: int, stride: int | None) -> Block:
-    """Where an operation's bytes lie in the region."""
-    return (offset, sum(map(len, parts)), 0, 1) if stride is None else rows(data, offset, stride)
-
-
-def _word(value: int) -> int:
-    """A 64-bit word; negative numbers in two's complement."""
-    number = operator.index(value)
-    if not -(1 << 63) <= number < 1 << 64:
-        raise UsageError(f"{number} does not fit into 64 bits. Pass a smaller number.")
-    return number & _WORD
