@@ -311,7 +311,7 @@ def test_indices_that_are_not_basic(near: Sides) -> None:
     for index in ([0, 1], np.array([1]), True, None, 1.5, "x"):
         with pytest.raises(UsageError, match="indexed by ints, slices"):
             _ = remote[index]
-    with pytest.raises(UsageError, match="negative stride"):
+    with pytest.raises(UsageError, match=r"negative stride .* Index with positive steps, and turn around"):
         _ = remote[::-1]
     for outside in (4, -5, (0, 4), (0, 0, 0)):
         with pytest.raises(OutOfBounds):

@@ -77,9 +77,11 @@ class MemoryAgent:
     ) -> Region:
         """Let others read and write `buffer`, where it lies, under `name`.
 
-        `buffer`: a numpy array, a bytearray, a memoryview, an mmap, a CPU tensor; contiguous, and kept alive by the
-        region. `access`: "r", "w" or "rw". `allow`: who may use it (Peers, ranks, names of peers); None: everybody that
-        is connected. A name is used once at a time, by whichever group the region is registered.
+        `buffer`: a numpy array, a bytearray, a memoryview, an mmap, a CPU tensor (bfloat16 and float8, too);
+        contiguous, and kept alive by the region. `access`: "r", "w" or "rw". `allow`: who may use it (Peers, ranks,
+        names of peers); None: everybody that is connected. A name is what a peer calls itself: whoever has the token
+        can take any, so names keep mistakes out, and nobody else. A region's name is used once at a time, by whichever
+        group it is registered.
         """
         encode_name(name)
         region = Region(self._server, name, buffer, access, self._server.new_generation())

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
-from rankmesh.buffers import EMPTY, readable, writable
+from rankmesh.buffers import COPY_IT, EMPTY, FILL_ANOTHER, array_over, readable, writable
 from rankmesh.endpoint.lanes import Series
 from rankmesh.endpoint.posted import Run
 from rankmesh.errors import OutOfBounds, UsageError
@@ -23,6 +23,9 @@ from rankmesh.memory.protocol import Bit
 
 #: (offset, length, stride, count): `count` stretches of `length` bytes of a region, `stride` apart.
 Block = tuple[int, int, int, int]
+
+#: What to do about an index that runs backwards.
+FORWARDS: Final = "Index with positive steps, and turn around what is read, or is to be written."
 
 _dtype = operator.attrgetter("dtype")
 _is_contiguous = operator.attrgetter("flags.c_contiguous")
@@ -67,14 +70,14 @@ class Stretches(NamedTuple):
         return [(offset + start, self.nbytes, stride, count) for start in outer.starts()]
 
 
-def stretches(array: np.ndarray[Any, Any]) -> Stretches:
-    """Raises UsageError for arrays that run backwards."""
+def stretches(array: np.ndarray[Any, Any], hint: str) -> Stretches:
+    """Raises UsageError for arrays that run backwards; `hint` says what to do about that."""
     nbytes = array.itemsize
     axes = [(extent, stride) for extent, stride in zip(array.shape, array.strides, strict=True) if extent != 1]
     while axes and axes[-1][1] == nbytes:
         nbytes *= axes.pop()[0]
     if any(stride < 0 for _, stride in axes):
-        raise UsageError("An array with a negative stride cannot be moved as it lies. Pass numpy.ascontiguousarray(x).")
+        raise UsageError(f"What has a negative stride cannot be moved as it lies. {hint}")
     return Stretches(nbytes, tuple(extent for extent, _ in axes), tuple(stride for _, stride in axes))
 
 
@@ -167,17 +170,19 @@ def local(data: Any, *, writes: bool) -> Views:
             return (view.cast("B"),)
     except (TypeError, ValueError):  # no plain buffer: strided, empty, foreign, or of a dtype without a format
         pass
-    if isinstance(data, np.ndarray) and not data.flags.c_contiguous and not data.dtype.hasobject:
-        if writes and not data.flags.writeable:
-            raise UsageError("This array is read-only and cannot be read into. Pass one that can be written to.")
-        return _strided(data)
+    if isinstance(data, np.ndarray) or hasattr(data, "__dlpack__"):
+        array = array_over(data)
+        if not array.flags.c_contiguous and not array.dtype.hasobject:
+            if writes and not array.flags.writeable:
+                raise UsageError("This array is read-only and cannot be read into. Pass one that can be written to.")
+            return _strided(array, FILL_ANOTHER if writes else COPY_IT)
     return (writable(data) if writes else readable(data),)
 
 
-def _strided(array: np.ndarray[Any, Any]) -> Views:
+def _strided(array: np.ndarray[Any, Any], hint: str) -> Views:
     if not array.size:
         return (EMPTY,)
-    lie = stretches(array)
+    lie = stretches(array, hint)
     starts = lie.starts()
     # all memory from the array's first byte to its last, as bytes: `as_strided` keeps the array alive
     first = array[(slice(0, 1),) * array.ndim].reshape(1).view(np.uint8)
@@ -230,7 +235,7 @@ def indexed(index: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Indexed
     if not chosen.size:
         return Indexed([], chosen.shape, False)
     offset = chosen.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-    blocks = stretches(chosen).blocks(offset)
+    blocks = stretches(chosen, FORWARDS).blocks(offset)
     return Indexed(blocks, chosen.shape, item=not chosen.ndim and asked is not parts)
 
 
@@ -275,7 +280,7 @@ class Later:
             elif not any(dtype.hasobject for dtype in dtypes):
                 odd = [*itertools.filterfalse(_is_contiguous, data)]
                 for each in odd:
-                    stretches(each)  # raises for those that run backwards
+                    stretches(each, FILL_ANOTHER if writes else COPY_IT)  # raises for those that run backwards
                 self._sure = all(map(_is_writable, data)) if writes and odd else not writes
         if not (self._sure or self._are_bytes):
             self.make()

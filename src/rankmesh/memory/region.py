@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from rankmesh.buffers import address_of, readable, writable
+from rankmesh.buffers import address_of, array_over, is_tensor, readable
+from rankmesh.codec.dtypes import parse
 from rankmesh.endpoint.peer import Peer
 from rankmesh.endpoint.ranks import Ranks
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.work import Work
-from rankmesh.errors import RankmeshError, StaleRegion, UsageError
+from rankmesh.errors import CodecError, RankmeshError, StaleRegion, UsageError
 from rankmesh.memory.layout import Pages, whole
 from rankmesh.memory.protocol import (
     BLOCK_BYTES,
@@ -96,7 +97,7 @@ class Region:
         self.writable = "w" in access
         self.generation = generation
         #: The memory, as bytes; and what keeps it alive.
-        self.view = writable(buffer) if self.writable else readable(buffer)
+        self.view = _bytes_of(buffer, self.writable)
         self.buffer: Any = buffer
         self.nbytes = len(self.view)
         if not self.nbytes:
@@ -349,21 +350,41 @@ def _identify(one: Peer | int | str, ranks: Ranks | None) -> Any:
     raise UsageError(f"allow= names Peers, ranks or names of peers, not {one!r}. Pass these.")
 
 
+def _bytes_of(buffer: Any, writes: bool) -> memoryview:
+    view = readable(buffer, "Register the whole of which it is a part; a copy would be other memory.")
+    if writes and view.readonly:
+        raise UsageError(
+            f"This {type(buffer).__qualname__} is read-only, and access= lets others write to it. Register it with "
+            'access="r", or pass memory that can be written to.'
+        )
+    return view
+
+
 def _describe(buffer: Any, nbytes: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """dtype and shape, as far as the buffer tells; otherwise bytes."""
     plain = np.dtype(np.uint8), (nbytes,)
-    if isinstance(buffer, np.ndarray):
-        return buffer.dtype, buffer.shape
-    if isinstance(buffer, bytes | bytearray):
-        return plain
     try:
         if isinstance(buffer, memoryview):
-            array: np.ndarray[Any, Any] | None = np.asarray(buffer)
+            array = np.asarray(buffer)
+        elif hasattr(buffer, "__dlpack__"):  # arrays of numpy's, too
+            array = array_over(buffer)
         else:
-            array = np.from_dlpack(buffer) if hasattr(buffer, "__dlpack__") else None
-    except (BufferError, RuntimeError, TypeError, ValueError):  # numpy has no dtype for it (bfloat16): bytes will do
-        array = None
-    return (array.dtype, array.shape) if array is not None else plain
+            return plain
+        return _dtype_of(buffer, array), array.shape
+    except (CodecError, TypeError, ValueError):  # numpy has no dtype for it: bytes will do
+        return plain
+
+
+def numpy_of(tensor: Any) -> np.ndarray[Any, Any]:
+    """A tensor's elements, by numpy's name for them. Raises CodecError or ValueError where it has none."""
+    array = array_over(tensor)
+    return array.view(_dtype_of(tensor, array))
+
+
+def _dtype_of(buffer: Any, array: np.ndarray[Any, Any]) -> np.dtype[Any]:
+    """Some of torch's dtypes numpy has by ml_dtypes only. Raises CodecError or ValueError for those it has not."""
+    name = str(buffer.dtype).removeprefix("torch.") if is_tensor(buffer) else array.dtype.name
+    return array.dtype if name == array.dtype.name else parse(name.encode())
 
 
 def _show(row: np.ndarray[Any, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from rankmesh.buffers import address_of
+from rankmesh.buffers import address_of, is_tensor
 from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import OutOfBounds, RankmeshError, UsageError
@@ -21,7 +21,7 @@ from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, R
 from rankmesh.memory.pulling import Pulled
 from rankmesh.memory.pushing import Pushed
 from rankmesh.memory.rails import STRIPED_FROM, striped
-from rankmesh.memory.region import as_signed, word
+from rankmesh.memory.region import as_signed, numpy_of, word
 from rankmesh.memory.streaming import StreamedRead, StreamedWrite
 from rankmesh.transport.pulling import Puller, populate
 
@@ -301,7 +301,7 @@ class RemoteRegion:
         meant = indexed(index, self.shape, self.dtype)
         if meant.blocks:
             data = np.empty(meant.shape, self.dtype)
-            data[...] = value
+            data[...] = numpy_of(value) if is_tensor(value) else value
             self._write_batch(self._batch_of(local(data, writes=False), meant.blocks), None, None, async_op=False)
 
     def fetch_add(self, offset: int, value: int, *, timeout: float | None = None, async_op: bool = False) -> Any:
