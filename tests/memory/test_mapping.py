@@ -392,3 +392,32 @@ def test_a_mapping_copies_what_numpy_says() -> None:
         expected[100 + 20 * at : 110 + 20 * at] = data[50 + 10 * at : 60 + 10 * at]
     assert (np.frombuffer(shared.data, np.uint8) == expected).all()
     shared.close()
+
+
+@pytest.mark.parametrize("key", [1.5, "k" * 300, b"bytes"], ids=["float", "long", "bytes"])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_wrong_key_is_found_before_a_byte_is_written(near: Sides, mapped: bool, key: Any) -> None:
+    memory = near.owner.memory
+    region = memory.allocate("kv", 1 << 17) if mapped else near.register(blank(1 << 17) * 0)
+    remote = near.peer.open("kv")
+    assert remote.mapped == mapped
+    block = np.ones((4, 100), np.uint8)
+    attempts: Uses = (
+        lambda: remote.write(block, notify=key),
+        lambda: remote.write(block, notify=key, async_op=True),
+        lambda: remote.write(block, stride=200, notify=key),
+        lambda: remote.write_batch([(block, 0)], notify=key),
+    )
+    for use in attempts:
+        with pytest.raises(UsageError, match="key"):
+            use()
+    assert not region.array.any()
+
+
+def test_notifications_have_numpys_numbers_as_keys(near: Sides) -> None:
+    region = near.owner.memory.allocate("kv", 8)
+    key: Any = np.int64(3)
+    near.peer.open("kv").write(b"x", notify=key)
+    assert region.wait_notification(3, SOON).key == 3
+    near.peer.open("kv").write(b"x", notify=3)
+    assert region.wait_notification(key, SOON).key == 3

@@ -209,8 +209,8 @@ def encode_key(key: str | int) -> bytes:
     """A notification's key; a text and a number are never the same key."""
     if isinstance(key, str):
         encoded = b"s" + key.encode(errors="surrogatepass")
-    elif isinstance(key, int):
-        encoded = b"i%d" % key
+    elif isinstance(key, int | np.integer):
+        encoded = b"i%d" % int(key)
     else:
         raise UsageError(f"A notification's key is a str or an int, not {key!r}. Pass one of these.")
     if len(encoded) > KEY_LIMIT:

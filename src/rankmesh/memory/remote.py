@@ -175,13 +175,19 @@ class RemoteRegion:
         async_op: bool = False,
     ) -> Any:
         """Write `data` to byte `offset` and on; when that is done, the bytes are there. With `stride`, row i goes to
-        offset + i * stride. `notify`: whoever waits there for this key learns of it, after the bytes are there."""
+        offset + i * stride. `notify`: whoever waits there for this key learns of it, after the bytes are there.
+
+        Where this side writes the bytes itself, on one host, the notification follows them: if it alone is refused
+        (BusyError: too many wait there), or this fails in between, the bytes are there without it. Writes with
+        `async_op` are not ordered with later ones: a `write(b"", notify=key)` may overtake them. Wait for their Works
+        first, or let one `write_batch` carry both."""
+        key = None if notify is None else encode_key(notify)
         if type(offset) is not int:
             offset = whole(offset)
         parts = local(data, writes=False)
         if stride is not None:
             batch = self._batch_of(parts, [rows(data, sum(map(len, parts)), offset, stride)])
-            return self._write_batch(batch, notify, timeout, async_op)
+            return self._write_batch(batch, key, timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
         through, pushed = self._write_through, self._pushed
@@ -191,40 +197,39 @@ class RemoteRegion:
             and isinstance(parts, tuple)
             and nbytes > CELL.size
             and not self._flow.changing
+            and self._is_moved(pushed.write, parts[0], offset, timeout)
         ):
-            key = None if notify is None else encode_key(notify)
-            if self._is_moved(pushed.write, parts[0], offset, timeout):
-                return None if key is None else self._notify(key, timeout)
-        if through is None and nbytes <= self._inline and notify is None and not async_op:  # the hot path
+            return None if key is None else self._notify(key, timeout)
+        if through is None and nbytes <= self._inline and key is None and not async_op:  # the hot path
             body = b"".join((_pack(_WRITE, 0, 0, 0, self.generation, offset, nbytes), *parts))
             seconds = self._timeout if timeout is None else timeout
             return ask_small(Write, COST + len(body), self._flow, self.name, body, seconds)
         if through is not None:
             views = (through.view(offset, nbytes),)
-            return self._copy(through.write, None, parts, views, notify, timeout, async_op)
-        if nbytes >= STRIPED_FROM and notify is None and isinstance(parts, tuple) and pushed is None:
+            return self._copy(through.write, None, parts, views, key, timeout, async_op)
+        if nbytes >= STRIPED_FROM and key is None and isinstance(parts, tuple) and pushed is None:
             work = self._striped(parts[0], offset, None, timeout, reads=False)
             if work is not None:
                 return work if async_op else work.result()
-        return self._run_write(parts, b"", 0, 0, offset, nbytes, notify, timeout, async_op)
+        return self._run_write(parts, b"", 0, 0, offset, nbytes, key, timeout, async_op)
 
     def write_batch(
         self, pieces: Pieces, *, notify: str | int | None = None, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Write any number of (data, offset) or (data, offset, stride) in one request, which is checked as a whole
-        before a byte is written."""
+        before a byte is written. `notify`: as for `write`."""
+        key = None if notify is None else encode_key(notify)
         batch = Batch(self.nbytes, self._outside).gather(pieces, writes=False)
-        return self._write_batch(batch, notify, timeout, async_op)
+        return self._write_batch(batch, key, timeout, async_op)
 
-    def _write_batch(self, batch: Batch, notify: str | int | None, timeout: float | None, async_op: bool) -> Any:
+    def _write_batch(self, batch: Batch, key: bytes | None, timeout: float | None, async_op: bool) -> Any:
         through = self._write_through
         if through is not None:
             views = through.views(batch.blocks())
-            return self._copy(through.write, None, batch.parts, views, notify, timeout, async_op)
+            return self._copy(through.write, None, batch.parts, views, key, timeout, async_op)
         count, table = self._table(batch)
-        return self._run_write(
-            batch.later or batch.parts, table, batch.bits, count, 0, batch.nbytes, notify, timeout, async_op
-        )
+        parts = batch.later or batch.parts
+        return self._run_write(parts, table, batch.bits, count, 0, batch.nbytes, key, timeout, async_op)
 
     def _run_write(
         self,
@@ -234,12 +239,14 @@ class RemoteRegion:
         pieces: int,
         offset: int,
         nbytes: int,
-        notify: str | int | None,
+        key: bytes | None,
         timeout: float | None,
         async_op: bool,
     ) -> Any:
-        key = b"" if notify is None else encode_key(notify)
-        bits |= 0 if notify is None else Bit.NOTIFY
+        if key is None:
+            key = b""
+        else:
+            bits |= Bit.NOTIFY
         streamed = nbytes + len(table) + len(key) > self._inline and nbytes > 0
         head = _pack(
             Op.WRITE, bits | (Bit.STREAMED if streamed else 0), len(key), pieces, self.generation, offset, nbytes
@@ -341,7 +348,7 @@ class RemoteRegion:
         out: Any,
         parts: Iterable[memoryview],
         blocks: Iterable[memoryview],
-        notify: str | int | None,
+        key: bytes | None,
         timeout: float | None,
         async_op: bool,
     ) -> Any:
@@ -358,8 +365,8 @@ class RemoteRegion:
             if not async_op:
                 raise
             error = raised
-        if notify is not None and error is None:
-            return self._notify(encode_key(notify), timeout, async_op)
+        if key is not None and error is None:
+            return self._notify(key, timeout, async_op)
         if not async_op:
             return out
         router = self._flow.router
