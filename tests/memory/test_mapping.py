@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -270,6 +271,41 @@ def test_mappings_of_regions_that_are_gone_are_let_go(near: Sides) -> None:
     for handle in handles:
         with pytest.raises(StaleRegion):
             handle.write(b"x")
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["handle kept", "handle dropped"])
+def test_the_memory_of_an_unregistered_region_is_freed(near: Sides, kept: bool) -> None:
+    """It stayed mapped at its users, all of it, until they opened another region of this owner."""
+    region = near.owner.memory.allocate("kv", 1 << 20)
+    remote: RemoteRegion | None = near.peer.open("kv")
+    assert remote is not None
+    mapped = weakref.ref(mapping_of(remote)._data.obj)
+    near.owner.memory._server._tell_gone(region)  # a word that is not true changes nothing
+    near.user.memory.list(near.peer)
+    remote.write(b"x")
+    assert remote.mapped
+    if not kept:
+        remote = None
+    assert mapped() is not None
+    region.unregister(timeout=SOON)
+    wait_until(lambda: mapped() is None, 10, "the end of the mapping")
+    (flow,) = near.user.memory._flows.values()
+    assert not flow.needed
+    if remote is not None:
+        with pytest.raises(StaleRegion):
+            remote.read(bytearray(8))
+
+
+def test_a_mapping_that_is_let_go_in_the_middle_of_a_batch(near: Sides) -> None:
+    near.owner.memory.allocate("kv", 64)
+    mapping = mapping_of(near.peer.open("kv"))
+
+    def parts() -> Iterator[memoryview]:
+        mapping.close()
+        yield memoryview(bytearray(8))
+
+    with pytest.raises(StaleRegion):
+        mapping.read(parts(), mapping.views([(0, 4, 8, 2)]), 1e18)
 
 
 @pytest.mark.filterwarnings("error")

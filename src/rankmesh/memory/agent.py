@@ -61,7 +61,7 @@ class MemoryAgent:
         self._oneself: Router | None = None
         self._flows: dict[int, Flow] = {}
         self._rails: dict[int, Rails] = {}
-        self._server = server = MemoryServer(self._hub)
+        self._server = server = MemoryServer(self._hub, self._sweep)
         endpoint.attach(SERVICE, server.on_request, server.on_lone, self)
 
     def among(self, ranks: Ranks) -> MemoryAgent:
@@ -217,6 +217,11 @@ class MemoryAgent:
     def needs(self, router: Router) -> bool:
         flow = self._flows.get(router.index)
         return self._server.needs(router) or (flow is not None and flow.needed)
+
+    def _sweep(self, router: Router) -> None:
+        flow = self._flows.get(router.index)
+        if flow is not None:
+            flow.sweep()
 
     def peer_lost(self, router: Router) -> None:
         self._server.peer_lost(router)

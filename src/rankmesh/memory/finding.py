@@ -7,24 +7,27 @@ import difflib
 import itertools
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from rankmesh.endpoint.router import Router
+from rankmesh.errors import BusyError
 from rankmesh.memory.mapping import Permits
-from rankmesh.memory.protocol import DONE, KEY_LIMIT, REQUEST, SERVICE, Ask, Bit, Description, Event, Why, encode
+from rankmesh.memory.protocol import DONE, KEY_LIMIT, REQUEST, SERVICE, Ask, Bit, Description, Event, Op, Why, encode
 from rankmesh.memory.pushing import PushPermits
 from rankmesh.memory.region import Refusal, Region
 from rankmesh.transport.pulling import Puller
 from rankmesh.transport.pushing import guard
+from rankmesh.wire.header import Kind
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
     from rankmesh.transport.base import PolledLink
 
 _HEAD: Final = REQUEST.size
+_REQUEST: Final = int(Kind.REQUEST)
 #: Names like the one asked for.
 NEAREST: Final = 3
 #: Names that it is compared with: each takes tens of microseconds, in which nobody else is served.
@@ -39,8 +42,10 @@ MOST_PULLED: Final = 128
 class Finder:
     """See the module's text."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, sweep: Callable[[Router], None]) -> None:
+        """`sweep`: let go of what is mapped here of that peer's regions, as far as they are gone."""
         self.hub = hub
+        self._sweep = sweep
         self.engine = hub.engine
         self.regions: dict[str, Region] = {}
         self._by_generation: dict[int, Region] = {}
@@ -129,6 +134,21 @@ class Finder:
         region = self._by_generation.get(ask.generation)
         if region is not None and region.shared is not None:
             region.shared.closed_by(router)
+
+    def _tell_gone(self, region: Region) -> None:
+        """Those that have it mapped keep its memory from being freed. Who cannot be told right now finds out when it
+        opens the next one."""
+        body = REQUEST.pack(Op.GONE, 0, 0, 0, region.generation, 0, 0)
+        for router in list(self.hub.routers.values()):
+            if region.shared is not None and region.shared.mapped_by(router) and not router.gone:
+                try:
+                    router.outbound.send_rpc(_REQUEST, 0, SERVICE, router.outbound.new_ident(), body)
+                except BusyError:
+                    pass
+
+    def _on_gone(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        """Of a region of that peer's. What it says is not believed: the permits tell."""
+        self._sweep(router)
 
     def _on_rail(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         ticket = key_of(ask, payload)

@@ -64,6 +64,8 @@ class Op(IntEnum):
     CLOSE = 12
     #: A ticket for further connections is asked for; or one is shown, on such a connection.
     RAIL = 13
+    #: An owner's word to those that have a region mapped: it was unregistered. There is no answer.
+    GONE = 14
 
 
 class Bit(IntEnum):

@@ -86,8 +86,8 @@ ERRORS: Final[dict[str, type[RegionError] | type[UsageError] | type[BusyError]]]
 class MemoryServer(Finder):
     """The regions of one endpoint."""
 
-    def __init__(self, hub: Hub) -> None:
-        super().__init__(hub)
+    def __init__(self, hub: Hub, sweep: Callable[[Router], None]) -> None:
+        super().__init__(hub, sweep)
         self._inline = hub.config.eager_bytes
         #: Unregistered, but not yet idle.
         self._retiring: set[Region] = set()
@@ -112,6 +112,7 @@ class MemoryServer(Finder):
             Op.CANCEL: self._on_cancel,
             Op.CLOSE: self._on_close,
             Op.RAIL: self._on_rail,
+            Op.GONE: self._on_gone,
         }
 
     # ------------------------------------------------------------------ regions
@@ -162,6 +163,7 @@ class MemoryServer(Finder):
             self._retiring.add(region)
             if region.shared is not None:
                 region.shared.revoke()
+                self._tell_gone(region)
             del self.regions[region.name]
             del self._by_generation[region.generation]
             waiting = [awaited for queue in region.waiters.values() for awaited in queue]
