@@ -20,6 +20,7 @@ from rankmesh import (
     OutOfBounds,
     PeerLost,
     RegionNotFound,
+    RegionWatch,
     StaleRegion,
     UsageError,
 )
@@ -229,6 +230,43 @@ def test_watch(sides: Sides) -> None:
         assert (event.kind, event.info.name) == ("removed", "second")
     with pytest.raises(ClosedError):
         watch.next(SOON)
+
+
+def events_of(watch: RegionWatch) -> Iterator[tuple[str, str]]:
+    for event in watch:
+        yield event.kind, event.info.name
+
+
+def test_who_watches_sees_what_it_may_open_and_nothing_else(near: Sides) -> None:
+    """In the list that comes first, and in what comes and goes."""
+    near.register(bytearray(1), "hidden", allow=[])
+    near.register(bytearray(1), "mine", allow=[near.back])
+    near.register(bytearray(1), "all")
+    with near.user.memory.watch(near.peer) as watch:
+        events = events_of(watch)
+        assert [next(events), next(events)] == [("added", "mine"), ("added", "all")]
+        secret = near.register(bytearray(1), "secret", allow=["somebody else"])
+        near.register(bytearray(1), "told", allow=["user"])
+        secret.unregister()
+        near.owner.memory.unregister("hidden")
+        near.owner.memory.unregister("told")
+        assert [next(events), next(events)] == [("added", "told"), ("removed", "told")]
+
+
+def test_who_watches_sees_what_becomes_allowed_and_forbidden(near: Sides) -> None:
+    """It was told that a region is removed which it had never seen."""
+    region = near.register(bytearray(1), allow=[])
+    with near.user.memory.watch(near.peer) as watch:
+        events = events_of(watch)
+        region.allow(None)
+        assert next(events) == ("added", "kv")
+        region.allow([near.back])
+        region.allow(["somebody else"])
+        assert next(events) == ("removed", "kv")
+        region.unregister()
+        region.allow(None)  # nobody can open it any more
+        near.register(bytearray(1), "next")
+        assert next(events) == ("added", "next")
 
 
 def test_watch_ends_with_its_owner(inproc: Medium) -> None:

@@ -8,7 +8,7 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -73,6 +73,16 @@ class Finder:
         for (_, ident), router in list(self._watchers.items()):
             if region.admits(router):
                 self._reply(router, ident, encode(Event(kind, region.describe())))
+
+    def readmit(self, region: Region, allowed: frozenset[Any] | None) -> None:
+        """Its allow-list changes: to those who watch, and may open it only now, it came; to those who no longer may, it
+        went."""
+        watchers = list(self._watchers.items()) if self._by_generation.get(region.generation) is region else []
+        could = [region.admits(router) for _, router in watchers]
+        region.allowed = allowed
+        for ((_, ident), router), before in zip(watchers, could, strict=True):
+            if region.admits(router) != before:
+                self._reply(router, ident, encode(Event("removed" if before else "added", region.describe())))
 
     def _on_open(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         name = _text(key_of(ask, payload))

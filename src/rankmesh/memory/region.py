@@ -157,13 +157,14 @@ class Region:
 
     def allow(self, who: Iterable[Peer | int | str] | None) -> None:
         """Only these may open and use the region from now on (None: everybody): Peers, names of peers, or ranks, of the
-        group by which it was registered.
-        Transfers under way of those that may no longer are ended: they fail with AccessDenied."""
+        group by which it was registered. A name is what a peer with the token calls itself: any can take it. Transfers
+        under way of those that may no longer are ended: they fail with AccessDenied. Watchers see the region come and
+        go as they may open it."""
         if isinstance(who, str):
             raise UsageError(f"allow= is a list of Peers, ranks or names, not the text {who!r}. Pass [{who!r}].")
         chosen = None if who is None else frozenset(_identify(one, self.ranks) for one in who)
         with self.server.engine:
-            self.allowed = chosen
+            self.server.readmit(self, chosen)
             for moving in [each for each in self.moving if not self.admits(self.server.main_of(each.router))]:
                 moving.abort(Why.DENIED, "its owner does not allow it to this peer any more")
             if self.shared is not None and not self.stale:
