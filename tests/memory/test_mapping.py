@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from forked import Child
 from peers import BRIEFLY, SOON, Call, Medium, blank, pattern, router_of
@@ -399,12 +400,45 @@ def test_over_sockets_nothing_is_mapped(tcp: Medium) -> None:
         assert (region.array == pattern(1 << 20)).all()
 
 
-def test_what_cannot_be_allocated(near: Sides) -> None:
-    for shape, dtype in ((0, np.uint8), ((3, 0), np.uint8), (4, object)):
-        with pytest.raises(UsageError):
-            near.owner.memory.allocate("x", shape, dtype)
-    with pytest.raises(UsageError):
+NOTHING_TO_ALLOCATE: list[tuple[Any, Any, str]] = [
+    (0, np.uint8, "has 0 bytes"),
+    ((3, 0), np.uint8, "has 0 bytes"),
+    (4, "V0", "has 0 bytes"),
+    (4, object, "are references to memory of this process"),
+    (4, np.dtypes.StringDType(), "are references to memory of this process"),
+    (4, np.dtype((np.int32, (2,))), "Pass int32 as dtype=, and the whole shape as shape="),
+    (4, "nonsense", "is one of numpy's, and not 'nonsense'"),
+    (4, torch.bfloat16, "is one of numpy's, and not torch.bfloat16"),
+    (2.5, np.uint8, r"a whole number or several, and not 2\.5"),
+    ((2, 2.5), np.uint8, "a whole number or several"),
+    (None, np.uint8, "a whole number or several, and not None"),
+    ("ab", np.uint8, "a whole number or several"),
+    (-5, np.uint8, "negative extent"),
+    ((-1, -1), np.uint8, "negative extent"),
+    ((1 << 40, 1 << 40), np.uint8, "no more than there are"),
+]
+
+
+@pytest.mark.parametrize("shape, dtype, message", NOTHING_TO_ALLOCATE)
+def test_what_cannot_be_allocated(near: Sides, shape: Any, dtype: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        near.owner.memory.allocate("x", shape, dtype)
+    assert near.owner.memory.regions == {}
+
+
+def test_an_allocated_region_needs_an_access(near: Sides) -> None:
+    with pytest.raises(UsageError, match="access= is"):
         near.owner.memory.allocate("x", 8, access="q")
+
+
+@pytest.mark.parametrize("shape", [np.int8(100), np.array([2, 50]), (np.int8(20), np.int8(20)), range(2, 4), ()])
+def test_shapes_of_numpys_numbers_do_not_overflow(near: Sides, shape: Any) -> None:
+    """2 ** 17 by 2 ** 17 of int32 were no bytes."""
+    region = near.owner.memory.allocate("kv", shape)
+    assert region.shape == region.array.shape == np.empty(shape, np.uint8).shape
+    assert near.peer.open("kv").nbytes == np.empty(shape, np.uint8).nbytes
+    with pytest.raises(UsageError, match="has 36893488147419103232 bytes"):
+        near.owner.memory.allocate("x", (np.int64(1 << 33), np.int64(1 << 32)))
 
 
 def test_a_mapping_copies_what_numpy_says() -> None:

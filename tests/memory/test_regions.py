@@ -115,7 +115,7 @@ def test_what_is_refused(near: Sides, name: str, buffer: Any, options: dict[str,
 
 
 def test_read_only_memory_can_be_read(near: Sides) -> None:
-    near.register(b"constant", access="r")
+    near.owner.memory.register("kv", b"constant", "r")
     out = bytearray(8)
     assert near.peer.open("kv").read(out) is out
     assert out == b"constant"
@@ -555,3 +555,22 @@ def test_ranks_use_each_others_memory_and_their_own() -> None:
         mesh.barrier()
 
     run_world(3, body)
+
+
+def test_ranks_are_numpys_numbers_too() -> None:
+    """As for messages."""
+
+    def body(mesh: Any) -> None:
+        other = 1 - mesh.rank
+        region = mesh.memory.register("kv", bytearray(8), "rw", allow=[np.int64(other)])
+        mesh.barrier()
+        mesh.memory.open(np.int64(other), "kv").write(b"x", notify="there")
+        assert region.wait_notification("there", SOON).source == other
+        assert [info.name for info in mesh.memory.list(np.uint8(other))] == ["kv"]
+        with pytest.raises(AccessDenied):
+            mesh.memory.open(np.int64(mesh.rank), "kv")
+        with pytest.raises(UsageError, match="no rank 2"):
+            mesh.memory.open(np.int64(2), "kv")
+        mesh.barrier()
+
+    run_world(2, body)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -24,6 +25,7 @@ from rankmesh.memory.flow import Flow
 from rankmesh.memory.mapping import SharedMemory
 from rankmesh.memory.operations import Query
 from rankmesh.memory.protocol import (
+    MOST,
     REQUEST,
     SERVICE,
     Bit,
@@ -45,6 +47,30 @@ logger = logging.getLogger("rankmesh")
 _Infos = list[RegionInfo]  # `list` means something else in the class below
 #: Whose regions are meant.
 Where = int | Peer | Endpoint
+
+
+def _dtype_of(dtype: DTypeLike) -> np.dtype[Any]:
+    """Raises UsageError for what is none, and for what memory of others' cannot have."""
+    try:
+        kind = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"dtype= is one of numpy's, and not {dtype!r}: {error}. Pass such a one.") from error
+    if kind.hasobject:
+        raise UsageError(f"Elements of {kind} are references to memory of this process alone. Pass another dtype.")
+    if kind.subdtype is not None:
+        raise UsageError(f"{kind} has a shape of its own. Pass {kind.base} as dtype=, and the whole shape as shape=.")
+    return kind
+
+
+def _extents_of(shape: Any) -> tuple[int, ...]:
+    """As ints: numpy's overflow. Raises UsageError."""
+    try:
+        extents = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        raise UsageError(f"shape= is a whole number or several, and not {shape!r}. Pass ints.") from None
+    if any(extent < 0 for extent in extents):
+        raise UsageError(f"No shape has a negative extent: {extents}. Pass how many elements there are.")
+    return extents
 
 
 class MemoryAgent:
@@ -73,7 +99,7 @@ class MemoryAgent:
     # ------------------------------------------------------------------ regions of one's own
 
     def register(
-        self, name: str, buffer: Any, *, access: str = "rw", allow: Iterable[Peer | int | str] | None = None
+        self, name: str, buffer: Any, access: str = "rw", *, allow: Iterable[Peer | int | str] | None = None
     ) -> Region:
         """Let others read and write `buffer`, where it lies, under `name`.
 
@@ -90,7 +116,7 @@ class MemoryAgent:
     def allocate(
         self,
         name: str,
-        shape: int | Sequence[int],
+        shape: SupportsIndex | Sequence[SupportsIndex],
         dtype: DTypeLike = np.uint8,
         *,
         access: str = "rw",
@@ -99,13 +125,13 @@ class MemoryAgent:
         """Register new memory, all zeros, that peers on this host may map: reads and writes of theirs are plain copies.
         It is the region's `array`."""
         encode_name(name)
-        kind = np.dtype(dtype)
-        shape = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
-        if kind.hasobject or not kind.itemsize * math.prod(shape):
-            raise UsageError(f"No memory can be allocated for shape {shape} and dtype {kind}. Ask for some bytes.")
+        kind, extents = _dtype_of(dtype), _extents_of(shape)
+        nbytes = kind.itemsize * math.prod(extents)
+        if not 0 < nbytes <= MOST:
+            raise UsageError(f"Shape {extents} of {kind} has {nbytes} bytes. Ask for some, and no more than there are.")
         generation = self._server.new_generation()
-        shared = self._shared(kind.itemsize * math.prod(shape), generation, access)
-        memory = np.zeros(shape, kind) if shared is None else np.frombuffer(shared.data, kind).reshape(shape)
+        shared = self._shared(nbytes, generation, access)
+        memory = np.zeros(extents, kind) if shared is None else np.frombuffer(shared.data, kind).reshape(extents)
         return self._add(Region(self._server, name, memory, access, generation, shared), allow)
 
     @staticmethod
@@ -203,8 +229,8 @@ class MemoryAgent:
         if isinstance(where, Peer):
             return where.router
         ranks = self._ranks
-        if isinstance(where, int) and ranks is not None:
-            return ranks.router(where)
+        if isinstance(where, int | np.integer) and ranks is not None:
+            return ranks.router(int(where))
         if where is self._endpoint:
             if self._oneself is None:
                 with self._hub.engine:

@@ -344,8 +344,8 @@ def _identify(one: Peer | int | str, ranks: Ranks | None) -> Any:
     """How an entry of an allow-list is looked for: a rank as the mesh counts."""
     if isinstance(one, Peer):
         return ("peer", one.router.index)
-    if isinstance(one, int):
-        return ("rank", one if ranks is None else ranks.router(one).peer.rank)
+    if isinstance(one, int | np.integer):
+        return ("rank", int(one) if ranks is None else ranks.router(int(one)).peer.rank)
     if isinstance(one, str):
         return one
     raise UsageError(f"allow= names Peers, ranks or names of peers, not {one!r}. Pass these.")
