@@ -14,7 +14,7 @@ import torch
 
 from forked import Child
 from peers import BRIEFLY, SOON, Call, Medium, blank, pattern, router_of
-from rankmesh import AccessDenied, ClosedError, DeadlineError, OutOfBounds, PeerLost, StaleRegion, UsageError
+from rankmesh import AccessDenied, BusyError, ClosedError, DeadlineError, OutOfBounds, PeerLost, StaleRegion, UsageError
 from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.memory.mapping import PIECE_BYTES, Mapping, SharedMemory
 from rankmesh.memory.operations import Query
@@ -198,7 +198,7 @@ def test_a_copy_without_an_owner_says_that_it_is_lost(same_host: Medium, monkeyp
             genuine(mapping, *args)
 
         monkeypatch.setattr(Mapping, "read", read)
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match="during copy of region 'kv' of it"):
             remote.read(blank(8))
 
 
@@ -366,8 +366,10 @@ def test_a_lost_writer_holds_up_nobody(same_host: Medium) -> None:
         region = sides.owner.memory.allocate("kv", 8)
         mapping = mapping_of(sides.peer.open("kv"))
         mapping._words[mapping._slot] = 1  # it died in the middle of a write
-        with pytest.raises(DeadlineError):
+        with pytest.raises(DeadlineError, match="Unregister it again with abort=True"):
             region.unregister(timeout=BRIEFLY)
+        with pytest.raises(DeadlineError, match="middle of writing there: end it or let it go on, and unregister"):
+            region.unregister(timeout=BRIEFLY, abort=True)
         sides.user.abort()
         region.unregister(timeout=SOON)
         with pytest.raises(StaleRegion):
@@ -482,6 +484,20 @@ def test_a_wrong_key_is_found_before_a_byte_is_written(near: Sides, mapped: bool
         with pytest.raises(UsageError, match="key"):
             use()
     assert not region.array.any()
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_bytes_are_there_although_nobody_can_be_notified(
+    near: Sides, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `write` says: this side writes them itself, and only then asks."""
+    monkeypatch.setattr("rankmesh.memory.region.MAX_NOTICES", 1)
+    region = near.owner.memory.allocate("kv", 1 << 17) if mapped else near.register(blank(1 << 17))
+    remote = near.peer.open("kv")
+    remote.write(blank(100), notify="key")
+    with pytest.raises(BusyError, match=r"refuses to write region 'kv'.* Go on when some of them have been taken"):
+        remote.write(pattern(100), notify="key")
+    assert (region.array[:100] == pattern(100)).all()
 
 
 def test_notifications_have_numpys_numbers_as_keys(near: Sides) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peers import BRIEFLY, SOON, Call, Medium, pattern
+from peers import BRIEFLY, FAULTY, SOON, Call, Medium, pattern, router_of
 from rankmesh import (
     AccessDenied,
     BusyError,
@@ -26,9 +26,10 @@ from rankmesh import (
 )
 from rankmesh.config import MIB
 from rankmesh.memory import finding, watching
+from rankmesh.testing.faults import FaultTransport
 from rankmesh.testing.world import run_world
 from regions import Sides, Uses, open_sides
-from timing import wait_until
+from timing import scaled, wait_until
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def test_watch(sides: Sides) -> None:
         region.unregister()
         event = watch.next(SOON)
         assert (event.kind, event.info.name) == ("removed", "second")
-    with pytest.raises(ClosedError):
+    with pytest.raises(ClosedError, match=r"^The watch for regions of .* was closed here\. Watch anew\.$"):
         watch.next(SOON)
 
 
@@ -278,6 +279,35 @@ def test_watch_ends_with_its_owner(inproc: Medium) -> None:
             waiting.result()
         with pytest.raises(PeerLost):
             watch.next(SOON)
+
+
+def test_who_waits_in_vain_learns_that_there_is_no_such_region(near: Sides) -> None:
+    """It was told that the owner had not taken part."""
+    with pytest.raises(DeadlineError, match=r"has no region 'kv', and registered none within .*Register it") as caught:
+        near.peer.open("kv", wait=True, timeout=scaled(0.5))
+    assert (caught.value.op, caught.value.timeout) == ("open region 'kv' at", scaled(0.5))
+
+
+def test_an_owner_that_does_not_answer_has_not_taken_part(faults: FaultTransport) -> None:
+    """It did not say that there is no such region."""
+    with open_sides(FAULTY) as sides:
+        sides.peer.regions()
+        answers = next(link for link in faults.links if link.accepted)
+        answers.stall()
+        with pytest.raises(DeadlineError, match="it has not taken part"):
+            sides.peer.open("kv", wait=True, timeout=BRIEFLY)
+        answers.resume()
+
+
+def test_who_asks_a_lost_owner_is_told_what_for(inproc: Medium) -> None:
+    with open_sides(inproc) as sides:
+        sides.owner.abort()
+        wait_until(lambda: bool(router_of(sides.peer).gone), 10)
+        with pytest.raises(PeerLost, match=r"during list regions at it.* close this side, or go on") as caught:
+            sides.peer.regions()
+        assert caught.value.op == "list regions at"
+        with pytest.raises(PeerLost, match="during watch regions at it"):
+            sides.user.memory.watch(sides.peer)
 
 
 # --- generations ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from rankmesh.endpoint.router import Router
 from rankmesh.errors import UsageError
 from rankmesh.memory.flow import Flow
 from rankmesh.memory.mapping import SharedMemory
-from rankmesh.memory.operations import Query
+from rankmesh.memory.operations import Opening, Query
 from rankmesh.memory.protocol import (
     MOST,
     REQUEST,
@@ -31,7 +31,6 @@ from rankmesh.memory.protocol import (
     Bit,
     Op,
     RegionInfo,
-    decode_description,
     decode_list,
     encode_name,
     info_of,
@@ -178,7 +177,7 @@ class MemoryAgent:
         flow = self._flow(where)
         bits = Bit.MAP | Bit.WAIT if wait else Bit.MAP
         body = REQUEST.pack(Op.OPEN, bits, len(encoded), 0, 0, 0, 0) + encoded
-        query = Query(flow, name, "open", body, self._seconds(timeout), decode_description)
+        query = Opening(flow, name, body, self._seconds(timeout))
         with flow.opening():
             description = query.complete()
             with self._hub.engine:
@@ -189,7 +188,7 @@ class MemoryAgent:
         """The regions that one may open there."""
         flow = self._flow(where)
         body = REQUEST.pack(Op.LIST, 0, 0, 0, 0, 0, 0)
-        query = Query(flow, "*", "list", body, self._seconds(timeout), decode_list)
+        query = Query(flow, "", "list", body, self._seconds(timeout), decode_list)
         return [info_of(description) for description in query.complete()]
 
     def watch(self, where: Where, *, timeout: float | None = None) -> RegionWatch:

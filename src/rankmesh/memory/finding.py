@@ -92,6 +92,7 @@ class Finder:
         elif ask.bits & Bit.WAIT:
             self._check_waiting(router)
             self._awaited.setdefault(name, {})[router.index, ident] = (router, ask.bits)
+            self._reply(router, ident, DONE)  # so that whoever waits in vain can tell why
         else:
             some = itertools.islice(self.regions.values(), COMPARED)
             known = [region.name for region in some if region.admits(router)]
@@ -193,7 +194,7 @@ class Finder:
 
     def _check_waiting(self, router: Router) -> None:
         if sum(index == router.index for index, _ in self._waiting()) >= MAX_WAITING:
-            raise Refusal(Why.BUSY, f"{MAX_WAITING} requests of this peer's wait there for regions already")
+            raise Refusal(Why.FULL, f"{MAX_WAITING} requests of this peer's wait there for regions already")
 
     def _forget(self, router: Router, ident: int) -> None:
         """Somebody waits, or watches, no longer."""

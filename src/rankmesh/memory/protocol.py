@@ -92,7 +92,9 @@ class Why(StrEnum):
     DENIED = "denied"
     BOUNDS = "bounds"
     INVALID = "invalid"
+    #: A bound of Config's is reached; or one that nobody can raise.
     BUSY = "busy"
+    FULL = "full"
     CANCELLED = "cancelled"
 
 

@@ -305,7 +305,7 @@ class Region:
     def check_notice(self) -> None:
         """There is room for one more. Raises Refusal."""
         if self._notices >= MAX_NOTICES:
-            raise Refusal(Why.BUSY, f"{MAX_NOTICES} notifications wait there already, and nobody takes them")
+            raise Refusal(Why.FULL, f"{MAX_NOTICES} notifications wait there already, and nobody takes them")
 
     def notify(self, key: bytes, source: Any) -> None:
         """The bytes are here: whoever waits for them learns it, or will."""

@@ -157,9 +157,9 @@ class RemoteRegion:
     ) -> bool:
         """Read or write where it lies. False: that cannot be."""
         flow = self._flow
-        flow.check("copy of region", self.name)
+        flow.check(self.name)
         done = move(view, offset, monotonic() + (self._timeout if timeout is None else timeout))
-        flow.check("copy of region", self.name)
+        flow.check(self.name)
         return done
 
     # ------------------------------------------------------------------ writing
@@ -356,11 +356,11 @@ class RemoteRegion:
         seconds = self._timeout if timeout is None else timeout
         error: RankmeshError | None = None
         try:
-            self._flow.check("copy of region", self.name)
+            self._flow.check(self.name)
             try:
                 move(parts, blocks, monotonic() + seconds)
             finally:  # where the connection is gone, that is what is wrong, and not the permit that went with it
-                self._flow.check("copy of region", self.name)
+                self._flow.check(self.name)
         except RankmeshError as raised:
             if not async_op:
                 raise

@@ -72,6 +72,10 @@ TRANSFER_COST: Final = 512
 MAX_BROUGHT: Final = 65_536
 #: Seconds between looks at the words of those who write through a mapping.
 LOOK: Final = 0.001
+#: What to do about those that not even `abort` ends.
+_STOPPED: Final = (
+    "A process of this host is in the middle of writing there: end it or let it go on, and unregister the region again."
+)
 #: What a Refusal is at the one who asked.
 ERRORS: Final[dict[str, type[RegionError] | type[UsageError] | type[BusyError]]] = {
     Why.MISSING: RegionNotFound,
@@ -80,6 +84,11 @@ ERRORS: Final[dict[str, type[RegionError] | type[UsageError] | type[BusyError]]]
     Why.BOUNDS: OutOfBounds,
     Why.INVALID: UsageError,
     Why.BUSY: BusyError,
+    Why.FULL: BusyError,
+}
+#: What to do about it, where the error does not say so by itself.
+HINTS: Final[dict[str, dict[str, str]]] = {
+    Why.FULL: {"hint": "Go on when some of them have been taken, or given up."},
 }
 
 
@@ -151,7 +160,7 @@ class MemoryServer(Finder):
                     f"{timeout:g} s.",
                     op="unregister",
                     timeout=timeout,
-                    hint="Unregister it again with abort=True, which ends them.",
+                    hint=_STOPPED if abort else "Unregister it again with abort=True, which ends them.",
                 )
             self._retiring.discard(region)
             region.release()
