@@ -507,3 +507,37 @@ def test_notifications_have_numpys_numbers_as_keys(near: Sides) -> None:
     assert region.wait_notification(3, SOON).key == 3
     near.peer.open("kv").write(b"x", notify=3)
     assert region.wait_notification(key, SOON).key == 3
+
+
+def test_what_goes_wrong_with_a_copy_is_its_works_error(near: Sides) -> None:
+    """Whoever begins many at once does not want to be interrupted by one of them."""
+    region = near.owner.memory.allocate("kv", 64)
+    remote = near.peer.open("kv")
+    region.unregister()
+    begun = (
+        remote.read(bytearray(8), async_op=True),
+        remote.write(b"x", async_op=True),
+        remote.write(b"x", notify="key", async_op=True),
+        remote.read_batch([(bytearray(8), 0)], async_op=True),
+        remote.write_batch([(b"x", 0)], async_op=True),
+    )
+    for work in begun:
+        assert work.done()
+        assert isinstance(work.error, StaleRegion)
+        with pytest.raises(StaleRegion):
+            work.result()
+
+
+def test_a_copy_ends_in_time(near: Sides) -> None:
+    """Between two pieces, that is: what is smaller than one is copied in any case."""
+    memory = near.owner.memory.allocate("kv", 2 * PIECE_BYTES + 1).array
+    remote = near.peer.open("kv")
+    data, out = np.ones(2 * PIECE_BYTES + 1, np.uint8), np.ones(2 * PIECE_BYTES + 1, np.uint8)
+    attempts: Uses = (lambda: remote.read(out, timeout=0.0), lambda: remote.write(data, timeout=0.0))
+    for use in attempts:
+        with pytest.raises(DeadlineError, match="copy of region 'kv' did not end in time"):
+            use()
+    assert memory[-1] == 0
+    assert out[-1] == 1
+    remote.write(data[:100], 1000, timeout=0.0)
+    assert (remote.read(np.zeros(100, np.uint8), 1000, timeout=0.0) == 1).all()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,6 +87,36 @@ def test_every_kind_of_buffer(near: Sides) -> None:
         assert region.array.reshape(-1).view(np.uint8)[16:24].tolist() == [255] * 8, name
         region.unregister()
     mapped.close()  # nothing refers to it any more
+
+
+@pytest.mark.parametrize("where", ["same_host", "tcp", "inproc"])
+def test_a_file_is_read_and_written_through_its_mapping(
+    where: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    path, content = tmp_path / "weights", pattern(1 << 20)
+    path.write_bytes(content.tobytes())
+    with (
+        open_sides(request.getfixturevalue(where)) as sides,
+        path.open("r+b") as file,
+        mmap.mmap(file.fileno(), 0) as shared,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as fixed,
+    ):
+        sides.register(shared)
+        sides.register(fixed, "fixed", access="r")
+        with pytest.raises(UsageError, match='access="r"'):
+            sides.register(fixed, "refused")
+        remote, same = sides.peer.open("kv"), sides.peer.open("fixed")
+        for nbytes in (100, 4096, 700_000):
+            assert (remote.read(np.empty(nbytes, np.uint8), 5000) == content[5000 : 5000 + nbytes]).all()
+            content[3000 : 3000 + nbytes] = pattern(nbytes, nbytes)
+            remote.write(pattern(nbytes, nbytes), 3000)
+            assert (same.read(np.empty(nbytes, np.uint8), 3000) == pattern(nbytes, nbytes)).all()
+        with pytest.raises(AccessDenied):
+            same.write(b"x")
+        sides.owner.memory.unregister("kv", timeout=SOON)
+        sides.owner.memory.unregister("fixed", timeout=SOON)
+        shared.flush()
+        assert path.read_bytes() == content.tobytes()
 
 
 def test_a_region_keeps_its_buffer_alive(near: Sides) -> None:
@@ -186,6 +218,15 @@ def test_an_unknown_name_is_told_with_those_like_it(sides: Sides) -> None:
     assert isinstance(caught.value, LookupError)
 
 
+def test_names_that_are_not_allowed_are_not_told(near: Sides) -> None:
+    near.register(bytearray(8), "kv-pages", allow=["somebody else"])
+    near.register(bytearray(8), "kv-paged")
+    with pytest.raises(RegionNotFound) as caught:
+        near.peer.open("kv-page")
+    assert caught.value.nearest == ("kv-paged",)
+    assert "kv-pages" not in str(caught.value)
+
+
 def test_a_region_registered_after_connecting_is_found(sides: Sides) -> None:
     with pytest.raises(RegionNotFound):
         sides.peer.open("kv")
@@ -204,6 +245,23 @@ def test_open_waits_until_it_appears(sides: Sides) -> None:
     out = bytearray(4)
     waiting.result().read(out)
     assert out == b"here"
+
+
+def test_who_waits_for_a_region_and_is_not_allowed_is_refused(near: Sides) -> None:
+    waiting = Call(near.peer.open, "kv", wait=True, timeout=SOON)
+    wait_until(lambda: "kv" in near.owner.memory._server._awaited, 10)
+    near.register(bytearray(8), allow=["somebody else"])
+    with pytest.raises(AccessDenied, match="does not allow it to this peer"):
+        waiting.result()
+
+
+def test_who_waits_no_longer_is_forgotten(sides: Sides) -> None:
+    for _ in range(3):
+        with pytest.raises(DeadlineError):
+            sides.peer.open("kv", wait=True, timeout=BRIEFLY)
+    wait_until(lambda: not sides.owner.memory._server._awaited, 10, "the owner learns that nobody waits")
+    sides.register(bytearray(8))
+    assert sides.peer.open("kv").nbytes == 8
 
 
 def test_open_that_waits_fails_when_the_owner_closes(inproc: Medium) -> None:
@@ -345,6 +403,18 @@ def test_a_stale_handle_touches_nothing(sides: Sides, again: bool, nbytes: int) 
         out = np.empty(nbytes, np.uint8)
         sides.peer.open("kv").read(out)
         assert (out == new).all()
+
+
+def test_generations_of_two_owners_are_far_apart(inproc: Medium) -> None:
+    """One that restarts gives no number again, however many regions either had: old handles would reach new regions."""
+    begun = []
+    for _ in range(8):
+        with Endpoint(inproc.address) as owner:
+            begun.append(owner.memory.register("kv", bytearray(8)).generation)
+    begun.sort()
+    assert begun[0] > 1
+    assert begun[-1] < 1 << 63
+    assert min(later - earlier for earlier, later in itertools.pairwise(begun)) > 1 << 32
 
 
 def test_a_restarted_owner_makes_handles_stale(tcp: Medium) -> None:
