@@ -23,7 +23,7 @@ PURE = frozenset(
         "collectives/test_distance", "collectives/test_plans", "collectives/test_staging",
         "endpoint/test_lanes", "endpoint/test_matching", "endpoint/test_pool", "endpoint/test_posted",
         "launch/test_plan", "membership/test_environment", "membership/test_nodelist",
-        "memory/test_layout", "rpc/test_rpc_protocol", "transport/test_address",
+        "memory/test_layout", "memory/test_memory_protocol", "rpc/test_rpc_protocol", "transport/test_address",
     )
 )  # fmt: skip
 

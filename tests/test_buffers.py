@@ -118,9 +118,15 @@ NOT_CONTIGUOUS = {
 
 
 @pytest.mark.parametrize("name", NOT_CONTIGUOUS)
-@pytest.mark.parametrize("verb", [readable, writable])
-def test_what_is_not_contiguous_is_refused_with_the_way_out(verb: Any, name: str) -> None:
-    with pytest.raises(UsageError, match=r"is not contiguous\. Pass numpy\.ascontiguousarray\(x\), which copies it\.$"):
+@pytest.mark.parametrize(
+    "verb, way_out",
+    [
+        (readable, r"Pass numpy\.ascontiguousarray\(x\), which copies it\.$"),
+        (writable, r"Pass memory that lies together, and copy from it afterwards\.$"),
+    ],
+)
+def test_what_is_not_contiguous_is_refused_with_the_way_out(verb: Any, way_out: str, name: str) -> None:
+    with pytest.raises(UsageError, match=r"is not contiguous\. " + way_out):
         verb(NOT_CONTIGUOUS[name])
 
 

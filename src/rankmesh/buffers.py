@@ -7,6 +7,7 @@ passes, and what cannot be viewed that way is refused with the reason.
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from collections import deque
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -28,6 +29,9 @@ PAGE = 4096
 #: which on AMD's Zen 3 is 4 times slower (in the cache, 10 times) where the destination lies 1 to 31 bytes behind the
 #: source, modulo a page; and large arrays of numpy begin 16 bytes behind the start of one (bench/FINDINGS.md).
 MID_PAGE = PAGE // 2
+#: What to do with memory that does not lie together: if it is sent, and if it is received into.
+COPY_IT = "Pass numpy.ascontiguousarray(x), which copies it."
+FILL_ANOTHER = "Pass memory that lies together, and copy from it afterwards."
 #: Bytes that the C library copies in that way, from where on it matters; and elements as which numpy copies without it.
 _COPIED_BY_STRING = range(64 * 1024, 512 * 1024)
 _UNSIGNED = {dtype.itemsize: dtype for dtype in map(np.dtype, (np.uint8, np.uint16, np.uint32, np.uint64))}
@@ -46,15 +50,16 @@ def copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
         target[...] = source
 
 
-def readable(data: Any) -> memoryview:
-    """The bytes of `data`, where they lie. Raises UsageError for what is not contiguous CPU memory."""
+def readable(data: Any, hint: str = COPY_IT) -> memoryview:
+    """The bytes of `data`, where they lie. Raises UsageError for what is not contiguous CPU memory; `hint` says what to
+    do about that."""
     try:
         view = memoryview(data)
         if "O" not in view.format:
             return view.cast("B")
     except (TypeError, ValueError):
         pass
-    return _unusual(data)
+    return _unusual(data, hint)
 
 
 def address_of(view: memoryview) -> int:
@@ -72,32 +77,42 @@ def overlap(one: memoryview, other: memoryview) -> bool:
     return np.may_share_memory(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
-def _unusual(data: Any) -> memoryview:
+def _unusual(data: Any, hint: str) -> memoryview:
     """What a plain cast does not take: empty and foreign arrays, formats memoryview does not know."""
     try:
         view = memoryview(data)
     except (TypeError, ValueError):  # no buffer; numpy says ValueError for a dtype the protocol has no format for
-        view = _foreign(data).data
+        array = array_over(data)
+        if array.dtype.hasobject:
+            raise _references(data) from None
+        if not array.flags.c_contiguous:
+            raise _scattered(data, array, hint) from None
+        view = array.reshape(-1).view(np.uint8).data
     if not view.c_contiguous:
-        raise UsageError(
-            f"{_name(data)} of shape {view.shape} and strides {view.strides} is not contiguous. "
-            "Pass numpy.ascontiguousarray(x), which copies it."
-        )
+        raise _scattered(data, view, hint)
     if "O" in view.format and np.asarray(data).dtype.hasobject:
-        # received bytes would become pointers
-        raise UsageError(f"{_name(data)} holds references to Python objects, not their bytes. Use send_object().")
+        raise _references(data)
     if view.nbytes == 0:
         return EMPTY
     return view.cast("B")
+
+
+def _scattered(data: Any, lies: Any, hint: str) -> UsageError:
+    return UsageError(f"{_name(data)} of shape {lies.shape} and strides {lies.strides} is not contiguous. {hint}")
+
+
+def _references(data: Any) -> UsageError:
+    """Received bytes would become pointers."""
+    return UsageError(f"{_name(data)} holds references to Python objects, not their bytes. Use send_object().")
 
 
 def writable(out: Any) -> memoryview:
     """Like `readable`, for memory that will be written to."""
     try:  # `readable`, written out: a call less for every receive
         view = memoryview(out)
-        view = view.cast("B") if "O" not in view.format else _unusual(out)
+        view = view.cast("B") if "O" not in view.format else _unusual(out, FILL_ANOTHER)
     except (TypeError, ValueError):
-        view = _unusual(out)
+        view = _unusual(out, FILL_ANOTHER)
     if view.readonly:
         if view.nbytes:
             raise UsageError(
@@ -118,18 +133,22 @@ def _name(data: Any) -> str:
     return f"this {type(data).__module__}.{type(data).__qualname__}".replace("builtins.", "")
 
 
-def _foreign(data: Any) -> np.ndarray[Any, Any]:
-    """Memory of another library's array: `__array_interface__`, or DLPack on the CPU."""
+def is_tensor(value: object) -> bool:
+    """Whether it is torch's. Who has one has imported torch."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(value, tensor)
+
+
+def array_over(data: Any) -> np.ndarray[Any, Any]:
+    """What offers no plain buffer, as an array where it lies, with its strides: numpy's own arrays, torch's tensors,
+    what offers DLPack on the CPU or `__array_interface__`. Raises UsageError for what has no such memory."""
     if isinstance(data, str):
         raise UsageError("a str is not a buffer. Use send_object(), or encode it to bytes.")
-    if isinstance(data, np.ndarray):  # a dtype the buffer protocol has no format for (bfloat16, datetime64)
-        if not data.flags.c_contiguous:
-            raise UsageError(
-                f"{_name(data)} of shape {data.shape} is not contiguous. Pass numpy.ascontiguousarray(x), which "
-                "copies it."
-            )
-        return data.reshape(-1).view(np.uint8)
+    if isinstance(data, np.ndarray):  # strided, or of a dtype the buffer protocol has no format for
+        return data
     try:
+        if is_tensor(data):
+            return _tensor(data)
         if hasattr(data, "__dlpack__"):
             device = data.__dlpack_device__()[0]
             if int(device) != 1:
@@ -139,12 +158,30 @@ def _foreign(data: Any) -> np.ndarray[Any, Any]:
             return np.asarray(data)
     except UsageError:
         raise
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"{_name(data)} offers no view of its memory: {error}.") from error
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"{_name(data)} offers no view of its memory: {str(error).rstrip('.')}.") from error
     raise UsageError(
         f"{_name(data)} is not a buffer. Pass a numpy array, bytes, a bytearray or a memoryview; use send_object() "
         "for other objects."
     )
+
+
+def _tensor(tensor: Any) -> np.ndarray[Any, Any]:
+    """Of dtypes that numpy does not have (bfloat16, float8) the elements look like integers of their size."""
+    if tensor.device.type != "cpu":
+        raise UsageError(f"{_name(tensor)} is not in CPU memory. Copy it to the CPU first.")
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise UsageError(
+            f"{_name(tensor)} does not hold its values as they are: layout {tensor.layout}, conjugate "
+            f"{tensor.is_conj()}, negative {tensor.is_neg()}. Pass x.to_dense().resolve_conj().resolve_neg()."
+        )
+    plain = tensor.detach()  # from gradients
+    try:
+        array: np.ndarray[Any, Any] = plain.numpy()
+    except TypeError:
+        array = plain.view(getattr(torch, f"int{8 * tensor.dtype.itemsize}")).numpy()
+    return array
 
 
 class BufferPool:

@@ -198,7 +198,7 @@ class NoConnection(ConnectError):
 class PeerLost(PeerError):
     """The peer died, fell silent or left while this operation needed it."""
 
-    hint = "Look at that process's output; close this mesh, or go on with the remaining peers."
+    hint = "Look at that process's output; close this side, or go on with the remaining peers."
 
 
 class TransferAborted(PeerError):

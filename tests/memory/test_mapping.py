@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from forked import Child
 from peers import BRIEFLY, SOON, Call, Medium, blank, pattern, router_of
-from rankmesh import AccessDenied, ClosedError, DeadlineError, OutOfBounds, PeerLost, StaleRegion, UsageError
+from rankmesh import AccessDenied, BusyError, ClosedError, DeadlineError, OutOfBounds, PeerLost, StaleRegion, UsageError
 from rankmesh.buffers import MID_PAGE, PAGE
 from rankmesh.memory import mapping as mapping_file
 from rankmesh.memory.mapping import PIECE_BYTES, Mapping, SharedMemory
@@ -198,7 +200,7 @@ def test_a_copy_without_an_owner_says_that_it_is_lost(same_host: Medium, monkeyp
             genuine(mapping, *args)
 
         monkeypatch.setattr(Mapping, "read", read)
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match="during copy of region 'kv' of it"):
             remote.read(blank(8))
 
 
@@ -274,15 +276,74 @@ def test_mappings_of_regions_that_are_gone_are_let_go(near: Sides) -> None:
             handle.write(b"x")
 
 
-def test_numpy_offsets_do_not_overflow(near: Sides) -> None:
+@pytest.mark.parametrize("kept", [True, False], ids=["handle kept", "handle dropped"])
+def test_the_memory_of_an_unregistered_region_is_freed(near: Sides, kept: bool) -> None:
+    """It stayed mapped at its users, all of it, until they opened another region of this owner."""
+    region = near.owner.memory.allocate("kv", 1 << 20)
+    remote: RemoteRegion | None = near.peer.open("kv")
+    assert remote is not None
+    mapped = weakref.ref(mapping_of(remote)._data.obj)
+    near.owner.memory._server._tell_gone(region)  # a word that is not true changes nothing
+    near.user.memory.list(near.peer)
+    remote.write(b"x")
+    assert remote.mapped
+    if not kept:
+        remote = None
+    assert mapped() is not None
+    region.unregister(timeout=SOON)
+    wait_until(lambda: mapped() is None, 10, "the end of the mapping")
+    (flow,) = near.user.memory._flows.values()
+    assert not flow.needed
+    if remote is not None:
+        with pytest.raises(StaleRegion):
+            remote.read(bytearray(8))
+
+
+def test_a_mapping_that_is_let_go_in_the_middle_of_a_batch(near: Sides) -> None:
     near.owner.memory.allocate("kv", 64)
-    remote = near.peer.open("kv")
-    offsets: tuple[Any, ...] = (np.int64(2**63 - 1), np.uint64(2**64 - 1), np.int64(57))
-    for offset in offsets:
-        with pytest.raises(OutOfBounds):
-            remote.read(bytearray(8), offset)
-        with pytest.raises(OutOfBounds):
-            remote.write(bytes(8), offset)
+    mapping = mapping_of(near.peer.open("kv"))
+
+    def parts() -> Iterator[memoryview]:
+        mapping.close()
+        yield memoryview(bytearray(8))
+
+    with pytest.raises(StaleRegion):
+        mapping.read(parts(), mapping.views([(0, 4, 8, 2)]), 1e18)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("where", ["same_host", "tcp", "inproc"])
+def test_numpy_offsets_do_not_overflow(where: str, request: pytest.FixtureRequest) -> None:
+    """Neither where they lie beyond the region nor within, where the end of what is moved is beyond their type: the
+    bytes went nowhere."""
+    with open_sides(request.getfixturevalue(where)) as sides:
+        memory = sides.owner.memory.allocate("kv", 1000).array
+        remote = sides.peer.open("kv")
+        offsets: tuple[Any, ...] = (np.int64(2**63 - 1), np.uint64(2**64 - 1), np.int64(993))
+        for offset in offsets:
+            with pytest.raises(OutOfBounds):
+                remote.read(bytearray(8), offset)
+            with pytest.raises(OutOfBounds):
+                remote.write(bytes(8), offset)
+        high: Any = np.int8(120)
+        wide: Any = np.uint8(250)
+        memory[120:320] = pattern(200)
+        out = blank(200)
+        assert (remote.read(out, high) == pattern(200)).all()
+        rows = blank(400).reshape(4, 100)
+        remote.read(rows, high, stride=high)
+        assert all((row == memory[120 * at :][:100]).all() for at, row in enumerate(rows, 1))
+        remote.write(pattern(200, 1), high)
+        assert (memory[120:320] == pattern(200, 1)).all()
+        assert not memory[320:].any()
+        remote.write(np.full((4, 100), 7, np.uint8), high, stride=wide - 50)
+        assert [memory[at : at + 100].tolist() for at in (120, 320, 520, 720)] == [[7] * 100] * 4
+        assert np.count_nonzero(memory == 7) < 410
+        remote.write_batch([(bytes(200), high), (np.full((3, 50), 9, np.uint8), wide, high)])
+        assert [memory[at : at + 50].tolist() for at in (250, 370, 490)] == [[9] * 50] * 3
+        remote.read_batch([(out, high), (rows, high, high)])
+        assert (out == memory[120:320]).all()
+        assert (rows[3] == memory[480:580]).all()
 
 
 def test_a_forked_child_copies_nothing(near: Sides) -> None:
@@ -311,8 +372,10 @@ def test_a_dead_writer_holds_up_nobody_and_a_lost_one_is_waited_for(
         region = sides.owner.memory.allocate("kv", 8)
         mapping = mapping_of(sides.peer.open("kv"))
         mapping._words[mapping._slot] = 1  # in the middle of a write
-        with pytest.raises(DeadlineError):
+        with pytest.raises(DeadlineError, match="Unregister it again with abort=True"):
             region.unregister(timeout=BRIEFLY)
+        with pytest.raises(DeadlineError, match="middle of writing there: end it or let it go on, and unregister"):
+            region.unregister(timeout=BRIEFLY, abort=True)
         sides.user.abort()
         with pytest.raises(DeadlineError):
             region.unregister(abort=True, timeout=BRIEFLY)
@@ -355,12 +418,45 @@ def test_over_sockets_nothing_is_mapped(tcp: Medium) -> None:
         assert (region.array == pattern(1 << 20)).all()
 
 
-def test_what_cannot_be_allocated(near: Sides) -> None:
-    for shape, dtype in ((0, np.uint8), ((3, 0), np.uint8), (4, object)):
-        with pytest.raises(UsageError):
-            near.owner.memory.allocate("x", shape, dtype)
-    with pytest.raises(UsageError):
+NOTHING_TO_ALLOCATE: list[tuple[Any, Any, str]] = [
+    (0, np.uint8, "has 0 bytes"),
+    ((3, 0), np.uint8, "has 0 bytes"),
+    (4, "V0", "has 0 bytes"),
+    (4, object, "are references to memory of this process"),
+    (4, np.dtypes.StringDType(), "are references to memory of this process"),
+    (4, np.dtype((np.int32, (2,))), "Pass int32 as dtype=, and the whole shape as shape="),
+    (4, "nonsense", "is one of numpy's, and not 'nonsense'"),
+    (4, torch.bfloat16, "is one of numpy's, and not torch.bfloat16"),
+    (2.5, np.uint8, r"a whole number or several, and not 2\.5"),
+    ((2, 2.5), np.uint8, "a whole number or several"),
+    (None, np.uint8, "a whole number or several, and not None"),
+    ("ab", np.uint8, "a whole number or several"),
+    (-5, np.uint8, "negative extent"),
+    ((-1, -1), np.uint8, "negative extent"),
+    ((1 << 40, 1 << 40), np.uint8, "no more than there are"),
+]
+
+
+@pytest.mark.parametrize("shape, dtype, message", NOTHING_TO_ALLOCATE)
+def test_what_cannot_be_allocated(near: Sides, shape: Any, dtype: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        near.owner.memory.allocate("x", shape, dtype)
+    assert near.owner.memory.regions == {}
+
+
+def test_an_allocated_region_needs_an_access(near: Sides) -> None:
+    with pytest.raises(UsageError, match="access= is"):
         near.owner.memory.allocate("x", 8, access="q")
+
+
+@pytest.mark.parametrize("shape", [np.int8(100), np.array([2, 50]), (np.int8(20), np.int8(20)), range(2, 4), ()])
+def test_shapes_of_numpys_numbers_do_not_overflow(near: Sides, shape: Any) -> None:
+    """2 ** 17 by 2 ** 17 of int32 were no bytes."""
+    region = near.owner.memory.allocate("kv", shape)
+    assert region.shape == region.array.shape == np.empty(shape, np.uint8).shape
+    assert near.peer.open("kv").nbytes == np.empty(shape, np.uint8).nbytes
+    with pytest.raises(UsageError, match="has 36893488147419103232 bytes"):
+        near.owner.memory.allocate("x", (np.int64(1 << 33), np.int64(1 << 32)))
 
 
 def test_a_mapping_copies_what_numpy_says() -> None:
@@ -384,3 +480,80 @@ def test_a_mapping_copies_what_numpy_says() -> None:
         expected[100 + 20 * at : 110 + 20 * at] = data[50 + 10 * at : 60 + 10 * at]
     assert (np.frombuffer(shared.data, np.uint8) == expected).all()
     shared.close()
+
+
+@pytest.mark.parametrize("key", [1.5, "k" * 300, b"bytes"], ids=["float", "long", "bytes"])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_wrong_key_is_found_before_a_byte_is_written(near: Sides, mapped: bool, key: Any) -> None:
+    memory = near.owner.memory
+    region = memory.allocate("kv", 1 << 17) if mapped else near.register(blank(1 << 17) * 0)
+    remote = near.peer.open("kv")
+    assert remote.mapped == mapped
+    block = np.ones((4, 100), np.uint8)
+    attempts: Uses = (
+        lambda: remote.write(block, notify=key),
+        lambda: remote.write(block, notify=key, async_op=True),
+        lambda: remote.write(block, stride=200, notify=key),
+        lambda: remote.write_batch([(block, 0)], notify=key),
+    )
+    for use in attempts:
+        with pytest.raises(UsageError, match="key"):
+            use()
+    assert not region.array.any()
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_bytes_are_there_although_nobody_can_be_notified(
+    near: Sides, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `write` says: this side writes them itself, and only then asks."""
+    monkeypatch.setattr("rankmesh.memory.region.MAX_NOTICES", 1)
+    region = near.owner.memory.allocate("kv", 1 << 17) if mapped else near.register(blank(1 << 17))
+    remote = near.peer.open("kv")
+    remote.write(blank(100), notify="key")
+    with pytest.raises(BusyError, match=r"refuses to write region 'kv'.* Go on when some of them have been taken"):
+        remote.write(pattern(100), notify="key")
+    assert (region.array[:100] == pattern(100)).all()
+
+
+def test_notifications_have_numpys_numbers_as_keys(near: Sides) -> None:
+    region = near.owner.memory.allocate("kv", 8)
+    key: Any = np.int64(3)
+    near.peer.open("kv").write(b"x", notify=key)
+    assert region.wait_notification(3, SOON).key == 3
+    near.peer.open("kv").write(b"x", notify=3)
+    assert region.wait_notification(key, SOON).key == 3
+
+
+def test_what_goes_wrong_with_a_copy_is_its_works_error(near: Sides) -> None:
+    """Whoever begins many at once does not want to be interrupted by one of them."""
+    region = near.owner.memory.allocate("kv", 64)
+    remote = near.peer.open("kv")
+    region.unregister()
+    begun = (
+        remote.read(bytearray(8), async_op=True),
+        remote.write(b"x", async_op=True),
+        remote.write(b"x", notify="key", async_op=True),
+        remote.read_batch([(bytearray(8), 0)], async_op=True),
+        remote.write_batch([(b"x", 0)], async_op=True),
+    )
+    for work in begun:
+        assert work.done()
+        assert isinstance(work.error, StaleRegion)
+        with pytest.raises(StaleRegion):
+            work.result()
+
+
+def test_a_copy_ends_in_time(near: Sides) -> None:
+    """Between two pieces, that is: what is smaller than one is copied in any case."""
+    memory = near.owner.memory.allocate("kv", 2 * PIECE_BYTES + 1).array
+    remote = near.peer.open("kv")
+    data, out = np.ones(2 * PIECE_BYTES + 1, np.uint8), np.ones(2 * PIECE_BYTES + 1, np.uint8)
+    attempts: Uses = (lambda: remote.read(out, timeout=0.0), lambda: remote.write(data, timeout=0.0))
+    for use in attempts:
+        with pytest.raises(DeadlineError, match="copy of region 'kv' did not end in time"):
+            use()
+    assert memory[-1] == 0
+    assert out[-1] == 1
+    remote.write(data[:100], 1000, timeout=0.0)
+    assert (remote.read(np.zeros(100, np.uint8), 1000, timeout=0.0) == 1).all()

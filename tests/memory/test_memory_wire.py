@@ -16,7 +16,7 @@ from peers import SOON, pattern
 from rankmesh import Config, Endpoint, Peer, Region
 from rankmesh.endpoint.posted import ANSWER, BROUGHT
 from rankmesh.memory.finding import MAX_WAITING
-from rankmesh.memory.protocol import MAX_PIECES, REQUEST, SERVICE, Bit, Op, Why, decode_failure
+from rankmesh.memory.protocol import DONE, MAX_PIECES, REQUEST, SERVICE, Bit, Op, Why, decode_failure
 from rankmesh.transport.address import Address
 from rankmesh.wire.header import HEADER, HEADER_BYTES, Flag, Kind, pack
 from timing import scaled, wait_until
@@ -258,9 +258,11 @@ def test_transfers_that_wait_are_bounded_in_bytes(place: Place) -> None:
 
 
 def test_requests_that_wait_for_a_region_are_bounded(place: Place) -> None:
-    for _ in range(MAX_WAITING + 1):
+    for _ in range(MAX_WAITING):
         place.raw.ask(place.request(Op.OPEN, Bit.WAIT, 2) + b"no")
-    assert place.raw.refused() == Why.BUSY
+        assert place.raw.hear()[1] == DONE
+    place.raw.ask(place.request(Op.OPEN, Bit.WAIT, 2) + b"no")
+    assert place.raw.refused() == Why.FULL
     place.raw.sock.close()
     wait_until(lambda: not place.owner.memory._server._awaited, 10)
 

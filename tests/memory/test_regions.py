@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from peers import BRIEFLY, SOON, Call, Medium, pattern
+from peers import BRIEFLY, FAULTY, SOON, Call, Medium, pattern, router_of
 from rankmesh import (
     AccessDenied,
     BusyError,
@@ -20,14 +22,16 @@ from rankmesh import (
     OutOfBounds,
     PeerLost,
     RegionNotFound,
+    RegionWatch,
     StaleRegion,
     UsageError,
 )
 from rankmesh.config import MIB
 from rankmesh.memory import finding, watching
+from rankmesh.testing.faults import FaultTransport
 from rankmesh.testing.world import run_world
 from regions import Sides, Uses, open_sides
-from timing import wait_until
+from timing import scaled, wait_until
 
 
 @pytest.fixture
@@ -85,6 +89,36 @@ def test_every_kind_of_buffer(near: Sides) -> None:
     mapped.close()  # nothing refers to it any more
 
 
+@pytest.mark.parametrize("where", ["same_host", "tcp", "inproc"])
+def test_a_file_is_read_and_written_through_its_mapping(
+    where: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    path, content = tmp_path / "weights", pattern(1 << 20)
+    path.write_bytes(content.tobytes())
+    with (
+        open_sides(request.getfixturevalue(where)) as sides,
+        path.open("r+b") as file,
+        mmap.mmap(file.fileno(), 0) as shared,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as fixed,
+    ):
+        sides.register(shared)
+        sides.register(fixed, "fixed", access="r")
+        with pytest.raises(UsageError, match='access="r"'):
+            sides.register(fixed, "refused")
+        remote, same = sides.peer.open("kv"), sides.peer.open("fixed")
+        for nbytes in (100, 4096, 700_000):
+            assert (remote.read(np.empty(nbytes, np.uint8), 5000) == content[5000 : 5000 + nbytes]).all()
+            content[3000 : 3000 + nbytes] = pattern(nbytes, nbytes)
+            remote.write(pattern(nbytes, nbytes), 3000)
+            assert (same.read(np.empty(nbytes, np.uint8), 3000) == pattern(nbytes, nbytes)).all()
+        with pytest.raises(AccessDenied):
+            same.write(b"x")
+        sides.owner.memory.unregister("kv", timeout=SOON)
+        sides.owner.memory.unregister("fixed", timeout=SOON)
+        shared.flush()
+        assert path.read_bytes() == content.tobytes()
+
+
 def test_a_region_keeps_its_buffer_alive(near: Sides) -> None:
     near.register(pattern(1 << 20))
     out = np.empty(1 << 20, np.uint8)
@@ -98,10 +132,10 @@ def test_a_region_keeps_its_buffer_alive(near: Sides) -> None:
         ("", bytearray(8), {}, "not empty"),
         ("n" * 300, bytearray(8), {}, "at most 255"),
         ("taken", bytearray(8), {}, "already"),
-        ("x", b"read-only", {}, "read-only"),
+        ("x", b"read-only", {}, 'is read-only, .* Register it with access="r"'),
         ("x", bytearray(8), {"access": "x"}, "access= is"),
         ("x", bytearray(), {}, "no bytes"),
-        ("x", np.zeros((4, 4))[:, ::2], {}, "not contiguous"),
+        ("x", np.zeros((4, 4))[:, ::2], {}, "not contiguous. Register the whole"),
         ("x", np.array([object()]), {}, "Python objects"),
         ("x", bytearray(8), {"allow": [object()]}, "allow= names"),
     ],
@@ -114,7 +148,7 @@ def test_what_is_refused(near: Sides, name: str, buffer: Any, options: dict[str,
 
 
 def test_read_only_memory_can_be_read(near: Sides) -> None:
-    near.register(b"constant", access="r")
+    near.owner.memory.register("kv", b"constant", "r")
     out = bytearray(8)
     assert near.peer.open("kv").read(out) is out
     assert out == b"constant"
@@ -184,6 +218,15 @@ def test_an_unknown_name_is_told_with_those_like_it(sides: Sides) -> None:
     assert isinstance(caught.value, LookupError)
 
 
+def test_names_that_are_not_allowed_are_not_told(near: Sides) -> None:
+    near.register(bytearray(8), "kv-pages", allow=["somebody else"])
+    near.register(bytearray(8), "kv-paged")
+    with pytest.raises(RegionNotFound) as caught:
+        near.peer.open("kv-page")
+    assert caught.value.nearest == ("kv-paged",)
+    assert "kv-pages" not in str(caught.value)
+
+
 def test_a_region_registered_after_connecting_is_found(sides: Sides) -> None:
     with pytest.raises(RegionNotFound):
         sides.peer.open("kv")
@@ -202,6 +245,23 @@ def test_open_waits_until_it_appears(sides: Sides) -> None:
     out = bytearray(4)
     waiting.result().read(out)
     assert out == b"here"
+
+
+def test_who_waits_for_a_region_and_is_not_allowed_is_refused(near: Sides) -> None:
+    waiting = Call(near.peer.open, "kv", wait=True, timeout=SOON)
+    wait_until(lambda: "kv" in near.owner.memory._server._awaited, 10)
+    near.register(bytearray(8), allow=["somebody else"])
+    with pytest.raises(AccessDenied, match="does not allow it to this peer"):
+        waiting.result()
+
+
+def test_who_waits_no_longer_is_forgotten(sides: Sides) -> None:
+    for _ in range(3):
+        with pytest.raises(DeadlineError):
+            sides.peer.open("kv", wait=True, timeout=BRIEFLY)
+    wait_until(lambda: not sides.owner.memory._server._awaited, 10, "the owner learns that nobody waits")
+    sides.register(bytearray(8))
+    assert sides.peer.open("kv").nbytes == 8
 
 
 def test_open_that_waits_fails_when_the_owner_closes(inproc: Medium) -> None:
@@ -227,8 +287,45 @@ def test_watch(sides: Sides) -> None:
         region.unregister()
         event = watch.next(SOON)
         assert (event.kind, event.info.name) == ("removed", "second")
-    with pytest.raises(ClosedError):
+    with pytest.raises(ClosedError, match=r"^The watch for regions of .* was closed here\. Watch anew\.$"):
         watch.next(SOON)
+
+
+def events_of(watch: RegionWatch) -> Iterator[tuple[str, str]]:
+    for event in watch:
+        yield event.kind, event.info.name
+
+
+def test_who_watches_sees_what_it_may_open_and_nothing_else(near: Sides) -> None:
+    """In the list that comes first, and in what comes and goes."""
+    near.register(bytearray(1), "hidden", allow=[])
+    near.register(bytearray(1), "mine", allow=[near.back])
+    near.register(bytearray(1), "all")
+    with near.user.memory.watch(near.peer) as watch:
+        events = events_of(watch)
+        assert [next(events), next(events)] == [("added", "mine"), ("added", "all")]
+        secret = near.register(bytearray(1), "secret", allow=["somebody else"])
+        near.register(bytearray(1), "told", allow=["user"])
+        secret.unregister()
+        near.owner.memory.unregister("hidden")
+        near.owner.memory.unregister("told")
+        assert [next(events), next(events)] == [("added", "told"), ("removed", "told")]
+
+
+def test_who_watches_sees_what_becomes_allowed_and_forbidden(near: Sides) -> None:
+    """It was told that a region is removed which it had never seen."""
+    region = near.register(bytearray(1), allow=[])
+    with near.user.memory.watch(near.peer) as watch:
+        events = events_of(watch)
+        region.allow(None)
+        assert next(events) == ("added", "kv")
+        region.allow([near.back])
+        region.allow(["somebody else"])
+        assert next(events) == ("removed", "kv")
+        region.unregister()
+        region.allow(None)  # nobody can open it any more
+        near.register(bytearray(1), "next")
+        assert next(events) == ("added", "next")
 
 
 def test_watch_ends_with_its_owner(inproc: Medium) -> None:
@@ -240,6 +337,35 @@ def test_watch_ends_with_its_owner(inproc: Medium) -> None:
             waiting.result()
         with pytest.raises(PeerLost):
             watch.next(SOON)
+
+
+def test_who_waits_in_vain_learns_that_there_is_no_such_region(near: Sides) -> None:
+    """It was told that the owner had not taken part."""
+    with pytest.raises(DeadlineError, match=r"has no region 'kv', and registered none within .*Register it") as caught:
+        near.peer.open("kv", wait=True, timeout=scaled(0.5))
+    assert (caught.value.op, caught.value.timeout) == ("open region 'kv' at", scaled(0.5))
+
+
+def test_an_owner_that_does_not_answer_has_not_taken_part(faults: FaultTransport) -> None:
+    """It did not say that there is no such region."""
+    with open_sides(FAULTY) as sides:
+        sides.peer.regions()
+        answers = next(link for link in faults.links if link.accepted)
+        answers.stall()
+        with pytest.raises(DeadlineError, match="it has not taken part"):
+            sides.peer.open("kv", wait=True, timeout=BRIEFLY)
+        answers.resume()
+
+
+def test_who_asks_a_lost_owner_is_told_what_for(inproc: Medium) -> None:
+    with open_sides(inproc) as sides:
+        sides.owner.abort()
+        wait_until(lambda: bool(router_of(sides.peer).gone), 10)
+        with pytest.raises(PeerLost, match=r"during list regions at it.* close this side, or go on") as caught:
+            sides.peer.regions()
+        assert caught.value.op == "list regions at"
+        with pytest.raises(PeerLost, match="during watch regions at it"):
+            sides.user.memory.watch(sides.peer)
 
 
 # --- generations ------------------------------------------------------------------------------------------------------
@@ -277,6 +403,18 @@ def test_a_stale_handle_touches_nothing(sides: Sides, again: bool, nbytes: int) 
         out = np.empty(nbytes, np.uint8)
         sides.peer.open("kv").read(out)
         assert (out == new).all()
+
+
+def test_generations_of_two_owners_are_far_apart(inproc: Medium) -> None:
+    """One that restarts gives no number again, however many regions either had: old handles would reach new regions."""
+    begun = []
+    for _ in range(8):
+        with Endpoint(inproc.address) as owner:
+            begun.append(owner.memory.register("kv", bytearray(8)).generation)
+    begun.sort()
+    assert begun[0] > 1
+    assert begun[-1] < 1 << 63
+    assert min(later - earlier for earlier, later in itertools.pairwise(begun)) > 1 << 32
 
 
 def test_a_restarted_owner_makes_handles_stale(tcp: Medium) -> None:
@@ -444,15 +582,42 @@ def test_one_of_two_that_register_a_name_at_once(near: Sides) -> None:
     assert sum(call.result() for call in calls) == 1
 
 
-def test_offsets_of_a_batch_are_whole(near: Sides) -> None:
-    near.register(bytearray(64))
+def test_offsets_and_strides_are_whole(near: Sides) -> None:
+    region = near.register(bytearray(64))
     remote = near.peer.open("kv")
-    for offsets in ((0.5, 8), (8, 0.5)):
-        with pytest.raises(TypeError, match="float"):
-            remote.read_batch([(bytearray(8), offset) for offset in offsets])  # type: ignore[misc]  # on purpose
-    for use in (remote.read, remote.write):
-        with pytest.raises(UsageError, match="whole number"):
-            use(bytearray(8), 0.5)  # type: ignore[arg-type]  # on purpose
+    table: Any = np.zeros((2, 8), np.uint8)
+    wrong: Any = 0.5
+    attempts: Uses = (
+        lambda: remote.read(bytearray(8), wrong),
+        lambda: remote.write(bytes(8), wrong),
+        lambda: remote.read_batch([(bytearray(8), wrong), (bytearray(8), 8)]),
+        lambda: remote.write_batch([(bytes(8), 8), (bytes(8), wrong)]),
+        lambda: remote.read(table, stride=wrong + 16),
+        lambda: remote.write(table, stride=wrong),
+        lambda: remote.read_batch([(table, 0, wrong)]),
+        lambda: remote.write_batch([(table, wrong, 8)]),
+        lambda: remote.fetch_add(wrong, 1),
+        lambda: remote.fetch_add(0, wrong),
+        lambda: remote.compare_and_swap(0, 0, wrong),
+        lambda: region.fetch_add(wrong, 1),
+        lambda: region.fetch_add(0, wrong),
+    )
+    for use in attempts:
+        with pytest.raises(UsageError, match=r"is a whole number, and not .*Pass an int"):
+            use()
+    assert not region.array.any()
+
+
+@pytest.mark.filterwarnings("error")
+def test_numpy_numbers_in_cells_do_not_overflow(near: Sides) -> None:
+    region = near.register(np.full(32, -1, np.int64))
+    both: tuple[Any, ...] = (near.peer.open("kv"), region)
+    for cells in both:
+        assert cells.fetch_add(np.int8(120), np.int64(3)) == -1
+        assert cells.compare_and_swap(np.int8(120), np.int8(2), np.int8(-1)) == 2
+        with pytest.raises(OutOfBounds):
+            cells.fetch_add(np.uint64(2**64 - 8), 1)
+    assert (region.array == -1).all()
 
 
 def test_nothing_works_after_close(inproc: Medium) -> None:
@@ -490,3 +655,22 @@ def test_ranks_use_each_others_memory_and_their_own() -> None:
         mesh.barrier()
 
     run_world(3, body)
+
+
+def test_ranks_are_numpys_numbers_too() -> None:
+    """As for messages."""
+
+    def body(mesh: Any) -> None:
+        other = 1 - mesh.rank
+        region = mesh.memory.register("kv", bytearray(8), "rw", allow=[np.int64(other)])
+        mesh.barrier()
+        mesh.memory.open(np.int64(other), "kv").write(b"x", notify="there")
+        assert region.wait_notification("there", SOON).source == other
+        assert [info.name for info in mesh.memory.list(np.uint8(other))] == ["kv"]
+        with pytest.raises(AccessDenied):
+            mesh.memory.open(np.int64(mesh.rank), "kv")
+        with pytest.raises(UsageError, match="no rank 2"):
+            mesh.memory.open(np.int64(2), "kv")
+        mesh.barrier()
+
+    run_world(2, body)

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import Any, Final
 
-from rankmesh.buffers import address_of
+from rankmesh.buffers import address_of, is_tensor
 from rankmesh.codec.refusal import Unsupported
 from rankmesh.errors import CodecError
 
@@ -15,10 +15,7 @@ _DTYPES: Final = re.compile(
     r"bool|u?int(?:8|16|32|64)|bfloat16|float(?:16|32|64)|complex(?:64|128)|float8_e(?:4m3fn|4m3fnuz|5m2|5m2fnuz)"
 )
 
-
-def is_tensor(obj: object) -> bool:
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and isinstance(obj, tensor)
+__all__ = ["is_tensor", "memory", "rebuild"]
 
 
 def memory(tensor: Any) -> tuple[memoryview, bytes]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -22,14 +23,14 @@ from rankmesh.endpoint.router import Router
 from rankmesh.errors import UsageError
 from rankmesh.memory.flow import Flow
 from rankmesh.memory.mapping import SharedMemory
-from rankmesh.memory.operations import Query
+from rankmesh.memory.operations import Opening, Query
 from rankmesh.memory.protocol import (
+    MOST,
     REQUEST,
     SERVICE,
     Bit,
     Op,
     RegionInfo,
-    decode_description,
     decode_list,
     encode_name,
     info_of,
@@ -47,6 +48,30 @@ _Infos = list[RegionInfo]  # `list` means something else in the class below
 Where = int | Peer | Endpoint
 
 
+def _dtype_of(dtype: DTypeLike) -> np.dtype[Any]:
+    """Raises UsageError for what is none, and for what memory of others' cannot have."""
+    try:
+        kind = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"dtype= is one of numpy's, and not {dtype!r}: {error}. Pass such a one.") from error
+    if kind.hasobject:
+        raise UsageError(f"Elements of {kind} are references to memory of this process alone. Pass another dtype.")
+    if kind.subdtype is not None:
+        raise UsageError(f"{kind} has a shape of its own. Pass {kind.base} as dtype=, and the whole shape as shape=.")
+    return kind
+
+
+def _extents_of(shape: Any) -> tuple[int, ...]:
+    """As ints: numpy's overflow. Raises UsageError."""
+    try:
+        extents = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        raise UsageError(f"shape= is a whole number or several, and not {shape!r}. Pass ints.") from None
+    if any(extent < 0 for extent in extents):
+        raise UsageError(f"No shape has a negative extent: {extents}. Pass how many elements there are.")
+    return extents
+
+
 class MemoryAgent:
     """Memory between this endpoint and others. All methods may be used from many threads."""
 
@@ -61,7 +86,7 @@ class MemoryAgent:
         self._oneself: Router | None = None
         self._flows: dict[int, Flow] = {}
         self._rails: dict[int, Rails] = {}
-        self._server = server = MemoryServer(self._hub)
+        self._server = server = MemoryServer(self._hub, self._sweep)
         endpoint.attach(SERVICE, server.on_request, server.on_lone, self)
 
     def among(self, ranks: Ranks) -> MemoryAgent:
@@ -73,13 +98,15 @@ class MemoryAgent:
     # ------------------------------------------------------------------ regions of one's own
 
     def register(
-        self, name: str, buffer: Any, *, access: str = "rw", allow: Iterable[Peer | int | str] | None = None
+        self, name: str, buffer: Any, access: str = "rw", *, allow: Iterable[Peer | int | str] | None = None
     ) -> Region:
         """Let others read and write `buffer`, where it lies, under `name`.
 
-        `buffer`: a numpy array, a bytearray, a memoryview, an mmap, a CPU tensor; contiguous, and kept alive by the
-        region. `access`: "r", "w" or "rw". `allow`: who may use it (Peers, ranks, names of peers); None: everybody that
-        is connected. A name is used once at a time, by whichever group the region is registered.
+        `buffer`: a numpy array, a bytearray, a memoryview, an mmap, a CPU tensor (bfloat16 and float8, too);
+        contiguous, and kept alive by the region. `access`: "r", "w" or "rw". `allow`: who may use it (Peers, ranks,
+        names of peers); None: everybody that is connected. A name is what a peer calls itself: whoever has the token
+        can take any, so names keep mistakes out, and nobody else. A region's name is used once at a time, by whichever
+        group it is registered.
         """
         encode_name(name)
         region = Region(self._server, name, buffer, access, self._server.new_generation())
@@ -88,7 +115,7 @@ class MemoryAgent:
     def allocate(
         self,
         name: str,
-        shape: int | Sequence[int],
+        shape: SupportsIndex | Sequence[SupportsIndex],
         dtype: DTypeLike = np.uint8,
         *,
         access: str = "rw",
@@ -97,13 +124,13 @@ class MemoryAgent:
         """Register new memory, all zeros, that peers on this host may map: reads and writes of theirs are plain copies.
         It is the region's `array`."""
         encode_name(name)
-        kind = np.dtype(dtype)
-        shape = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
-        if kind.hasobject or not kind.itemsize * math.prod(shape):
-            raise UsageError(f"No memory can be allocated for shape {shape} and dtype {kind}. Ask for some bytes.")
+        kind, extents = _dtype_of(dtype), _extents_of(shape)
+        nbytes = kind.itemsize * math.prod(extents)
+        if not 0 < nbytes <= MOST:
+            raise UsageError(f"Shape {extents} of {kind} has {nbytes} bytes. Ask for some, and no more than there are.")
         generation = self._server.new_generation()
-        shared = self._shared(kind.itemsize * math.prod(shape), generation, access)
-        memory = np.zeros(shape, kind) if shared is None else np.frombuffer(shared.data, kind).reshape(shape)
+        shared = self._shared(nbytes, generation, access)
+        memory = np.zeros(extents, kind) if shared is None else np.frombuffer(shared.data, kind).reshape(extents)
         return self._add(Region(self._server, name, memory, access, generation, shared), allow)
 
     @staticmethod
@@ -150,7 +177,7 @@ class MemoryAgent:
         flow = self._flow(where)
         bits = Bit.MAP | Bit.WAIT if wait else Bit.MAP
         body = REQUEST.pack(Op.OPEN, bits, len(encoded), 0, 0, 0, 0) + encoded
-        query = Query(flow, name, "open", body, self._seconds(timeout), decode_description)
+        query = Opening(flow, name, body, self._seconds(timeout))
         with flow.opening():
             description = query.complete()
             with self._hub.engine:
@@ -161,7 +188,7 @@ class MemoryAgent:
         """The regions that one may open there."""
         flow = self._flow(where)
         body = REQUEST.pack(Op.LIST, 0, 0, 0, 0, 0, 0)
-        query = Query(flow, "*", "list", body, self._seconds(timeout), decode_list)
+        query = Query(flow, "", "list", body, self._seconds(timeout), decode_list)
         return [info_of(description) for description in query.complete()]
 
     def watch(self, where: Where, *, timeout: float | None = None) -> RegionWatch:
@@ -201,8 +228,8 @@ class MemoryAgent:
         if isinstance(where, Peer):
             return where.router
         ranks = self._ranks
-        if isinstance(where, int) and ranks is not None:
-            return ranks.router(where)
+        if isinstance(where, int | np.integer) and ranks is not None:
+            return ranks.router(int(where))
         if where is self._endpoint:
             if self._oneself is None:
                 with self._hub.engine:
@@ -215,6 +242,11 @@ class MemoryAgent:
     def needs(self, router: Router) -> bool:
         flow = self._flows.get(router.index)
         return self._server.needs(router) or (flow is not None and flow.needed)
+
+    def _sweep(self, router: Router) -> None:
+        flow = self._flows.get(router.index)
+        if flow is not None:
+            flow.sweep()
 
     def peer_lost(self, router: Router) -> None:
         self._server.peer_lost(router)

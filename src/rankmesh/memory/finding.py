@@ -7,24 +7,27 @@ import difflib
 import itertools
 import os
 import secrets
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from rankmesh.endpoint.router import Router
+from rankmesh.errors import BusyError
 from rankmesh.memory.mapping import Permits
-from rankmesh.memory.protocol import DONE, KEY_LIMIT, REQUEST, SERVICE, Ask, Bit, Description, Event, Why, encode
+from rankmesh.memory.protocol import DONE, KEY_LIMIT, REQUEST, SERVICE, Ask, Bit, Description, Event, Op, Why, encode
 from rankmesh.memory.pushing import PushPermits
 from rankmesh.memory.region import Refusal, Region
 from rankmesh.transport.pulling import Puller
 from rankmesh.transport.pushing import guard
+from rankmesh.wire.header import Kind
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
     from rankmesh.transport.base import PolledLink
 
 _HEAD: Final = REQUEST.size
+_REQUEST: Final = int(Kind.REQUEST)
 #: Names like the one asked for.
 NEAREST: Final = 3
 #: Names that it is compared with: each takes tens of microseconds, in which nobody else is served.
@@ -39,8 +42,10 @@ MOST_PULLED: Final = 128
 class Finder:
     """See the module's text."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, sweep: Callable[[Router], None]) -> None:
+        """`sweep`: let go of what is mapped here of that peer's regions, as far as they are gone."""
         self.hub = hub
+        self._sweep = sweep
         self.engine = hub.engine
         self.regions: dict[str, Region] = {}
         self._by_generation: dict[int, Region] = {}
@@ -69,6 +74,16 @@ class Finder:
             if region.admits(router):
                 self._reply(router, ident, encode(Event(kind, region.describe())))
 
+    def readmit(self, region: Region, allowed: frozenset[Any] | None) -> None:
+        """Its allow-list changes: to those who watch, and may open it only now, it came; to those who no longer may, it
+        went."""
+        watchers = list(self._watchers.items()) if self._by_generation.get(region.generation) is region else []
+        could = [region.admits(router) for _, router in watchers]
+        region.allowed = allowed
+        for ((_, ident), router), before in zip(watchers, could, strict=True):
+            if region.admits(router) != before:
+                self._reply(router, ident, encode(Event("removed" if before else "added", region.describe())))
+
     def _on_open(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         name = _text(key_of(ask, payload))
         region = self.regions.get(name)
@@ -77,6 +92,7 @@ class Finder:
         elif ask.bits & Bit.WAIT:
             self._check_waiting(router)
             self._awaited.setdefault(name, {})[router.index, ident] = (router, ask.bits)
+            self._reply(router, ident, DONE)  # so that whoever waits in vain can tell why
         else:
             some = itertools.islice(self.regions.values(), COMPARED)
             known = [region.name for region in some if region.admits(router)]
@@ -130,6 +146,21 @@ class Finder:
         if region is not None and region.shared is not None:
             region.shared.closed_by(router)
 
+    def _tell_gone(self, region: Region) -> None:
+        """Those that have it mapped keep its memory from being freed. Who cannot be told right now finds out when it
+        opens the next one."""
+        body = REQUEST.pack(Op.GONE, 0, 0, 0, region.generation, 0, 0)
+        for router in list(self.hub.routers.values()):
+            if region.shared is not None and region.shared.mapped_by(router) and not router.gone:
+                try:
+                    router.outbound.send_rpc(_REQUEST, 0, SERVICE, router.outbound.new_ident(), body)
+                except BusyError:
+                    pass
+
+    def _on_gone(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
+        """Of a region of that peer's. What it says is not believed: the permits tell."""
+        self._sweep(router)
+
     def _on_rail(self, router: Router, ident: int, ask: Ask, payload: memoryview) -> None:
         ticket = key_of(ask, payload)
         if not ticket:
@@ -163,7 +194,7 @@ class Finder:
 
     def _check_waiting(self, router: Router) -> None:
         if sum(index == router.index for index, _ in self._waiting()) >= MAX_WAITING:
-            raise Refusal(Why.BUSY, f"{MAX_WAITING} requests of this peer's wait there for regions already")
+            raise Refusal(Why.FULL, f"{MAX_WAITING} requests of this peer's wait there for regions already")
 
     def _forget(self, router: Router, ident: int) -> None:
         """Somebody waits, or watches, no longer."""

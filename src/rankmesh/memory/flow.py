@@ -219,15 +219,15 @@ class Flow:
             operation.queued = False
             operation.fail(make_error(operation.op, None))
 
-    def check(self, op: str, region: str) -> None:
-        """Raises what an operation on this peer's memory would fail with right now."""
+    def check(self, region: str) -> None:
+        """Raises what a copy from or to this peer's memory would fail with right now."""
         if self._engine.closed:  # after fork() in the child, too, where taking the lock says so
             with self._engine:
                 self._hub.check_open()
         if self._hub.closed:
             self._hub.check_open()
         if self.router.gone:
-            raise self._gone(op, region)
+            raise self._gone(f"copy of region {region!r} of", region)
 
     def _gone(self, op: str, region: str) -> RankmeshError:
         """The owner is gone; if it is back, under its old name, then as another process, which knows none of our

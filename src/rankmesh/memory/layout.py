@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
-from rankmesh.buffers import EMPTY, readable, writable
+from rankmesh.buffers import COPY_IT, EMPTY, FILL_ANOTHER, array_over, readable, writable
 from rankmesh.endpoint.lanes import Series
 from rankmesh.endpoint.posted import Run
 from rankmesh.errors import OutOfBounds, UsageError
@@ -23,6 +23,9 @@ from rankmesh.memory.protocol import Bit
 
 #: (offset, length, stride, count): `count` stretches of `length` bytes of a region, `stride` apart.
 Block = tuple[int, int, int, int]
+
+#: What to do about an index that runs backwards.
+FORWARDS: Final = "Index with positive steps, and turn around what is read, or is to be written."
 
 _dtype = operator.attrgetter("dtype")
 _is_contiguous = operator.attrgetter("flags.c_contiguous")
@@ -34,6 +37,14 @@ _is_writable = operator.attrgetter("flags.writeable")
 #: Of arrays that need no view: bytes, one beside the other.
 _BYTES: Final = {np.dtype(np.uint8)}
 _ONE_BY_ONE: Final = {(1,)}
+
+
+def whole(number: Any, what: str = "An offset") -> int:
+    """A caller's number as an int, since numpy's integers overflow. Raises UsageError."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise UsageError(f"{what} is a whole number, and not {number!r}. Pass an int.") from None
 
 
 class Stretches(NamedTuple):
@@ -59,14 +70,14 @@ class Stretches(NamedTuple):
         return [(offset + start, self.nbytes, stride, count) for start in outer.starts()]
 
 
-def stretches(array: np.ndarray[Any, Any]) -> Stretches:
-    """Raises UsageError for arrays that run backwards."""
+def stretches(array: np.ndarray[Any, Any], hint: str) -> Stretches:
+    """Raises UsageError for arrays that run backwards; `hint` says what to do about that."""
     nbytes = array.itemsize
     axes = [(extent, stride) for extent, stride in zip(array.shape, array.strides, strict=True) if extent != 1]
     while axes and axes[-1][1] == nbytes:
         nbytes *= axes.pop()[0]
     if any(stride < 0 for _, stride in axes):
-        raise UsageError("An array with a negative stride cannot be moved as it lies. Pass numpy.ascontiguousarray(x).")
+        raise UsageError(f"What has a negative stride cannot be moved as it lies. {hint}")
     return Stretches(nbytes, tuple(extent for extent, _ in axes), tuple(stride for _, stride in axes))
 
 
@@ -159,17 +170,19 @@ def local(data: Any, *, writes: bool) -> Views:
             return (view.cast("B"),)
     except (TypeError, ValueError):  # no plain buffer: strided, empty, foreign, or of a dtype without a format
         pass
-    if isinstance(data, np.ndarray) and not data.flags.c_contiguous and not data.dtype.hasobject:
-        if writes and not data.flags.writeable:
-            raise UsageError("This array is read-only and cannot be read into. Pass one that can be written to.")
-        return _strided(data)
+    if isinstance(data, np.ndarray) or hasattr(data, "__dlpack__"):
+        array = array_over(data)
+        if not array.flags.c_contiguous and not array.dtype.hasobject:
+            if writes and not array.flags.writeable:
+                raise UsageError("This array is read-only and cannot be read into. Pass one that can be written to.")
+            return _strided(array, FILL_ANOTHER if writes else COPY_IT)
     return (writable(data) if writes else readable(data),)
 
 
-def _strided(array: np.ndarray[Any, Any]) -> Views:
+def _strided(array: np.ndarray[Any, Any], hint: str) -> Views:
     if not array.size:
         return (EMPTY,)
-    lie = stretches(array)
+    lie = stretches(array, hint)
     starts = lie.starts()
     # all memory from the array's first byte to its last, as bytes: `as_strided` keeps the array alive
     first = array[(slice(0, 1),) * array.ndim].reshape(1).view(np.uint8)
@@ -177,16 +190,16 @@ def _strided(array: np.ndarray[Any, Any]) -> Views:
     return Rows(flat.data, starts, lie.nbytes)
 
 
-def rows(data: Any, offset: int, stride: int) -> Block:
-    """The place of an array's rows (along its first axis), `stride` apart."""
+def rows(data: Any, nbytes: int, offset: int, stride: int) -> Block:
+    """The place of an array's rows (along its first axis), `nbytes` in all, `stride` apart."""
     shape = tuple(getattr(data, "shape", ()))
     if len(shape) < 2:
         raise UsageError(
             f"stride= places the rows of an array of two or more dimensions; this {type(data).__name__} has "
             f"{len(shape)}. Reshape it, or leave stride= out."
         )
-    nbytes = data.nbytes if isinstance(data, np.ndarray | memoryview) else np.asarray(data).nbytes
-    if not shape[0] or not nbytes:
+    stride = whole(stride, "A stride")
+    if not nbytes:
         return offset, 0, 0, 1
     if stride < 0:
         raise OutOfBounds(f"A stride of {stride} bytes runs backwards.", hint="Pass a stride that is not negative.")
@@ -222,7 +235,7 @@ def indexed(index: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Indexed
     if not chosen.size:
         return Indexed([], chosen.shape, False)
     offset = chosen.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-    blocks = stretches(chosen).blocks(offset)
+    blocks = stretches(chosen, FORWARDS).blocks(offset)
     return Indexed(blocks, chosen.shape, item=not chosen.ndim and asked is not parts)
 
 
@@ -267,7 +280,7 @@ class Later:
             elif not any(dtype.hasobject for dtype in dtypes):
                 odd = [*itertools.filterfalse(_is_contiguous, data)]
                 for each in odd:
-                    stretches(each)  # raises for those that run backwards
+                    stretches(each, FILL_ANOTHER if writes else COPY_IT)  # raises for those that run backwards
                 self._sure = all(map(_is_writable, data)) if writes and odd else not writes
         if not (self._sure or self._are_bytes):
             self.make()
@@ -366,10 +379,11 @@ class Batch:
         return self
 
     def _take(self, data: Any, offset: int, stride: int | None = None, *, writes: bool) -> None:
-        offset = operator.index(offset)
+        offset = whole(offset)
         mine = local(data, writes=writes)
         self._parts += mine
-        self.add((offset, sum(map(len, mine)), 0, 1) if stride is None else rows(data, offset, stride))
+        nbytes = sum(map(len, mine))
+        self.add((offset, nbytes, 0, 1) if stride is None else rows(data, nbytes, offset, stride))
 
     def add(self, block: Block) -> None:
         """Take a block of the region; its memory here is in `parts`, or comes later."""

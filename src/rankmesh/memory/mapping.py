@@ -274,14 +274,8 @@ class Mapping(Permit):
         return self._data[offset : offset + nbytes]
 
     def views(self, blocks: Iterable[tuple[int, int, int, int]]) -> Iterator[memoryview]:
-        """The bytes of blocks, which were checked."""
-        data = self._data
-        for offset, length, stride, count in blocks:
-            if count == 1:
-                yield data[offset : offset + length]
-            else:
-                for start in range(offset, offset + stride * count, stride) if stride else (offset,) * count:
-                    yield data[start : start + length]
+        """The bytes of blocks, which were checked: of the memory as it is here now, whoever lets go of it meanwhile."""
+        return _slices(self._data, blocks)
 
 
 def has_words(memory: memoryview, slot: int, of: type[Permits] = Permits) -> bool:
@@ -292,6 +286,15 @@ def has_words(memory: memoryview, slot: int, of: type[Permits] = Permits) -> boo
 def fits(memory: memoryview, nbytes: int, slot: int) -> bool:
     """Whether what a peer passed has a region's bytes, too."""
     return has_words(memory, slot) and 0 < nbytes <= len(memory) - _DATA_AT
+
+
+def _slices(data: memoryview, blocks: Iterable[tuple[int, int, int, int]]) -> Iterator[memoryview]:
+    for offset, length, stride, count in blocks:
+        if count == 1:
+            yield data[offset : offset + length]
+        else:
+            for start in range(offset, offset + stride * count, stride) if stride else (offset,) * count:
+                yield data[start : start + length]
 
 
 def _copy(to: memoryview, source: memoryview) -> None:

@@ -23,6 +23,7 @@ from rankmesh.endpoint.transfers import Send, SendState
 from rankmesh.errors import (
     BusyError,
     CancelledError,
+    DeadlineError,
     ProtocolError,
     RankmeshError,
     RegionError,
@@ -30,8 +31,8 @@ from rankmesh.errors import (
     UsageError,
 )
 from rankmesh.memory.layout import Later
-from rankmesh.memory.protocol import CELL, REQUEST, SERVICE, Op, decode_failure
-from rankmesh.memory.server import ERRORS
+from rankmesh.memory.protocol import CELL, DONE, REQUEST, SERVICE, Op, decode_description, decode_failure
+from rankmesh.memory.server import ERRORS, HINTS
 from rankmesh.wire.header import Flag, Kind
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Operation(Asking[Any]):
     _carrier: Carrier | None = None
 
     def __init__(self, flow: Flow, region: str, body: bytes, timeout: float) -> None:
+        """`region`: its name; empty: it is about all of them."""
         # Work.__init__, written out: a call less for every operation
         self._engine = flow.router.engine
         self._flow = flow
@@ -101,7 +103,11 @@ class Operation(Asking[Any]):
 
     @property
     def op(self) -> str:  # type: ignore[override]  # a text that only errors need
-        return f"{self.what} region {self.region!r} at"
+        return f"{self.what} {self._which} at"
+
+    @property
+    def _which(self) -> str:
+        return f"region {self.region!r}" if self.region else "regions"
 
     def begin(self) -> None:
         """Send it; the caller waits later. Takes the lock."""
@@ -243,7 +249,8 @@ class Operation(Asking[Any]):
                 f"{self.peer} has no region {self.region!r}.{like}", region=self.region, nearest=told.names, peer=peer
             )
         about = {"region": self.region, "peer": peer} if issubclass(kind, RegionError) else {}
-        return kind(f"{self.peer} refuses to {self.what} region {self.region!r}: {told.message}.", **about)
+        about |= HINTS.get(told.why, {})
+        return kind(f"{self.peer} refuses to {self.what} {self._which}: {told.message}.", **about)
 
 
 def ask_small(kind: type[Operation], cost: int, flow: Flow, region: str, body: bytes, *rest: Any) -> Any:
@@ -373,3 +380,26 @@ class Query(Operation):
     def abandon(self) -> None:
         super().abandon()
         self.tell_cancelled()
+
+
+class Opening(Query):
+    """A question for a region: its owner may answer that there is none yet, and again when there is."""
+
+    _missing = False
+
+    def __init__(self, flow: Flow, region: str, body: bytes, timeout: float) -> None:
+        super().__init__(flow, region, "open", body, timeout, decode_description)
+
+    def replied(self, flags: int, service: int, payload: memoryview, owned: bool) -> None:
+        if bytes(payload) == DONE and not flags & _ERROR:
+            self._missing = True
+            self._settle()
+        else:
+            super().replied(flags, service, payload, owned)
+
+    def _late(self, timeout: float) -> DeadlineError:
+        error = super()._late(timeout)
+        if self._missing:
+            error.message = f"{self.peer} has no region {self.region!r}, and registered none within {timeout:g} s."
+            error.hint = "Register it there, correct the name, or pass a larger timeout=."
+        return error

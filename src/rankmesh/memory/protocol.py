@@ -64,6 +64,8 @@ class Op(IntEnum):
     CLOSE = 12
     #: A ticket for further connections is asked for; or one is shown, on such a connection.
     RAIL = 13
+    #: An owner's word to those that have a region mapped: it was unregistered. There is no answer.
+    GONE = 14
 
 
 class Bit(IntEnum):
@@ -90,7 +92,9 @@ class Why(StrEnum):
     DENIED = "denied"
     BOUNDS = "bounds"
     INVALID = "invalid"
+    #: A bound of Config's is reached; or one that nobody can raise.
     BUSY = "busy"
+    FULL = "full"
     CANCELLED = "cancelled"
 
 
@@ -209,8 +213,8 @@ def encode_key(key: str | int) -> bytes:
     """A notification's key; a text and a number are never the same key."""
     if isinstance(key, str):
         encoded = b"s" + key.encode(errors="surrogatepass")
-    elif isinstance(key, int):
-        encoded = b"i%d" % key
+    elif isinstance(key, int | np.integer):
+        encoded = b"i%d" % int(key)
     else:
         raise UsageError(f"A notification's key is a str or an int, not {key!r}. Pass one of these.")
     if len(encoded) > KEY_LIMIT:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from rankmesh.buffers import address_of, readable, writable
+from rankmesh.buffers import address_of, array_over, is_tensor, readable
+from rankmesh.codec.dtypes import parse
 from rankmesh.endpoint.peer import Peer
 from rankmesh.endpoint.ranks import Ranks
 from rankmesh.endpoint.router import Router
 from rankmesh.endpoint.work import Work
-from rankmesh.errors import RankmeshError, StaleRegion, UsageError
-from rankmesh.memory.layout import Pages
+from rankmesh.errors import CodecError, RankmeshError, StaleRegion, UsageError
+from rankmesh.memory.layout import Pages, whole
 from rankmesh.memory.protocol import (
     BLOCK_BYTES,
     CELL,
@@ -96,7 +97,7 @@ class Region:
         self.writable = "w" in access
         self.generation = generation
         #: The memory, as bytes; and what keeps it alive.
-        self.view = writable(buffer) if self.writable else readable(buffer)
+        self.view = _bytes_of(buffer, self.writable)
         self.buffer: Any = buffer
         self.nbytes = len(self.view)
         if not self.nbytes:
@@ -147,22 +148,23 @@ class Region:
     def fetch_add(self, offset: int, value: int) -> int:
         """As `RemoteRegion.fetch_add`, for the owner."""
         with self.server.engine:
-            return self.signed(self._own(lambda: self.add(offset, value)))
+            return self.signed(self._own(lambda: self.add(whole(offset), word(value))))
 
     def compare_and_swap(self, offset: int, expected: int, desired: int) -> int:
         """As `RemoteRegion.compare_and_swap`, for the owner."""
         with self.server.engine:
-            return self.signed(self._own(lambda: self.swap(offset, expected, desired)))
+            return self.signed(self._own(lambda: self.swap(whole(offset), word(expected), word(desired))))
 
     def allow(self, who: Iterable[Peer | int | str] | None) -> None:
         """Only these may open and use the region from now on (None: everybody): Peers, names of peers, or ranks, of the
-        group by which it was registered.
-        Transfers under way of those that may no longer are ended: they fail with AccessDenied."""
+        group by which it was registered. A name is what a peer with the token calls itself: any can take it. Transfers
+        under way of those that may no longer are ended: they fail with AccessDenied. Watchers see the region come and
+        go as they may open it."""
         if isinstance(who, str):
             raise UsageError(f"allow= is a list of Peers, ranks or names, not the text {who!r}. Pass [{who!r}].")
         chosen = None if who is None else frozenset(_identify(one, self.ranks) for one in who)
         with self.server.engine:
-            self.allowed = chosen
+            self.server.readmit(self, chosen)
             for moving in [each for each in self.moving if not self.admits(self.server.main_of(each.router))]:
                 moving.abort(Why.DENIED, "its owner does not allow it to this peer any more")
             if self.shared is not None and not self.stale:
@@ -303,7 +305,7 @@ class Region:
     def check_notice(self) -> None:
         """There is room for one more. Raises Refusal."""
         if self._notices >= MAX_NOTICES:
-            raise Refusal(Why.BUSY, f"{MAX_NOTICES} notifications wait there already, and nobody takes them")
+            raise Refusal(Why.FULL, f"{MAX_NOTICES} notifications wait there already, and nobody takes them")
 
     def notify(self, key: bytes, source: Any) -> None:
         """The bytes are here: whoever waits for them learns it, or will."""
@@ -325,6 +327,14 @@ class Region:
             del self.waiters[key]
 
 
+def word(value: int) -> int:
+    """What goes into a cell: 64 bits, negative numbers in two's complement. Raises UsageError."""
+    number = whole(value, "A cell's value")
+    if not -(1 << 63) <= number < 1 << 64:
+        raise UsageError(f"{number} does not fit into 64 bits. Pass a smaller number.")
+    return number & _WORD
+
+
 def as_signed(value: int, dtype: np.dtype[Any]) -> int:
     """A 64-bit word as a signed number, unless the region's dtype says otherwise."""
     return value if value < 1 << 63 or dtype.kind == "u" else value - (1 << 64)
@@ -334,28 +344,48 @@ def _identify(one: Peer | int | str, ranks: Ranks | None) -> Any:
     """How an entry of an allow-list is looked for: a rank as the mesh counts."""
     if isinstance(one, Peer):
         return ("peer", one.router.index)
-    if isinstance(one, int):
-        return ("rank", one if ranks is None else ranks.router(one).peer.rank)
+    if isinstance(one, int | np.integer):
+        return ("rank", int(one) if ranks is None else ranks.router(int(one)).peer.rank)
     if isinstance(one, str):
         return one
     raise UsageError(f"allow= names Peers, ranks or names of peers, not {one!r}. Pass these.")
 
 
+def _bytes_of(buffer: Any, writes: bool) -> memoryview:
+    view = readable(buffer, "Register the whole of which it is a part; a copy would be other memory.")
+    if writes and view.readonly:
+        raise UsageError(
+            f"This {type(buffer).__qualname__} is read-only, and access= lets others write to it. Register it with "
+            'access="r", or pass memory that can be written to.'
+        )
+    return view
+
+
 def _describe(buffer: Any, nbytes: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """dtype and shape, as far as the buffer tells; otherwise bytes."""
     plain = np.dtype(np.uint8), (nbytes,)
-    if isinstance(buffer, np.ndarray):
-        return buffer.dtype, buffer.shape
-    if isinstance(buffer, bytes | bytearray):
-        return plain
     try:
         if isinstance(buffer, memoryview):
-            array: np.ndarray[Any, Any] | None = np.asarray(buffer)
+            array = np.asarray(buffer)
+        elif hasattr(buffer, "__dlpack__"):  # arrays of numpy's, too
+            array = array_over(buffer)
         else:
-            array = np.from_dlpack(buffer) if hasattr(buffer, "__dlpack__") else None
-    except (BufferError, RuntimeError, TypeError, ValueError):  # numpy has no dtype for it (bfloat16): bytes will do
-        array = None
-    return (array.dtype, array.shape) if array is not None else plain
+            return plain
+        return _dtype_of(buffer, array), array.shape
+    except (CodecError, TypeError, ValueError):  # numpy has no dtype for it: bytes will do
+        return plain
+
+
+def numpy_of(tensor: Any) -> np.ndarray[Any, Any]:
+    """A tensor's elements, by numpy's name for them. Raises CodecError or ValueError where it has none."""
+    array = array_over(tensor)
+    return array.view(_dtype_of(tensor, array))
+
+
+def _dtype_of(buffer: Any, array: np.ndarray[Any, Any]) -> np.dtype[Any]:
+    """Some of torch's dtypes numpy has by ml_dtypes only. Raises CodecError or ValueError for those it has not."""
+    name = str(buffer.dtype).removeprefix("torch.") if is_tensor(buffer) else array.dtype.name
+    return array.dtype if name == array.dtype.name else parse(name.encode())
 
 
 def _show(row: np.ndarray[Any, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import operator
 import os
 from collections.abc import Callable, Iterable
 from time import monotonic
@@ -11,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from rankmesh.buffers import address_of
+from rankmesh.buffers import address_of, is_tensor
 from rankmesh.endpoint.outbound import JOIN_BYTES
 from rankmesh.endpoint.work import Work
 from rankmesh.errors import OutOfBounds, RankmeshError, UsageError
-from rankmesh.memory.layout import Batch, Block, indexed, local, rows
+from rankmesh.memory.layout import Batch, Block, indexed, local, rows, whole
 from rankmesh.memory.mapping import Mapping
 from rankmesh.memory.operations import COST, Operation, Read, Swap, Write, ask_small
 from rankmesh.memory.protocol import CELL, MAX_PIECES, REQUEST, SWAP, Bit, Op, RegionInfo, encode_key
 from rankmesh.memory.pulling import Pulled
 from rankmesh.memory.pushing import Pushed
 from rankmesh.memory.rails import STRIPED_FROM, striped
-from rankmesh.memory.region import as_signed
+from rankmesh.memory.region import as_signed, numpy_of, word
 from rankmesh.memory.streaming import StreamedRead, StreamedWrite
 from rankmesh.transport.pulling import Puller, populate
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 _pack: Final = REQUEST.pack
 _READ: Final = int(Op.READ)
 _WRITE: Final = int(Op.WRITE)
-_WORD: Final = (1 << 64) - 1
 Pieces = Iterable[tuple[Any, int] | tuple[Any, int, int]]
 
 
@@ -96,6 +94,8 @@ class RemoteRegion:
     ) -> Any:
         """Read into `out`, from byte `offset` on; return `out`. With `stride`, row i of `out` is read from
         offset + i * stride. `out` may be a strided array."""
+        if type(offset) is not int:
+            offset = whole(offset)
         parts = local(out, writes=True)
         through = self._read_through
         if through is not None and stride is None:
@@ -111,12 +111,13 @@ class RemoteRegion:
                     return out
                 if (polled := self._flow.router.polled) is not None and polled.puller is not None:
                     pulled.renew(polled.puller)
-            if nbytes <= self._inline and type(offset) is int and 0 <= offset <= self.nbytes - nbytes:  # the hot path
+            if nbytes <= self._inline and 0 <= offset <= self.nbytes - nbytes:  # the hot path
                 body = _pack(_READ, 0, 0, 0, self.generation, offset, nbytes)
                 seconds = self._timeout if timeout is None else timeout
                 return ask_small(Read, COST + nbytes, self._flow, self.name, body, seconds, out, parts, nbytes)
         if stride is not None:
-            return self._read_batch(out, self._batch_of(parts, [_block(out, parts, offset, stride)]), timeout, async_op)
+            batch = self._batch_of(parts, [rows(out, sum(map(len, parts)), offset, stride)])
+            return self._read_batch(out, batch, timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
         if nbytes >= STRIPED_FROM and isinstance(parts, tuple):
@@ -156,9 +157,9 @@ class RemoteRegion:
     ) -> bool:
         """Read or write where it lies. False: that cannot be."""
         flow = self._flow
-        flow.check("copy of region", self.name)
+        flow.check(self.name)
         done = move(view, offset, monotonic() + (self._timeout if timeout is None else timeout))
-        flow.check("copy of region", self.name)
+        flow.check(self.name)
         return done
 
     # ------------------------------------------------------------------ writing
@@ -174,12 +175,19 @@ class RemoteRegion:
         async_op: bool = False,
     ) -> Any:
         """Write `data` to byte `offset` and on; when that is done, the bytes are there. With `stride`, row i goes to
-        offset + i * stride. `notify`: whoever waits there for this key learns of it, after the bytes are there."""
+        offset + i * stride. `notify`: whoever waits there for this key learns of it, after the bytes are there.
+
+        Where this side writes the bytes itself, on one host, the notification follows them: if it alone is refused
+        (BusyError: too many wait there), or this fails in between, the bytes are there without it. Writes with
+        `async_op` are not ordered with later ones: a `write(b"", notify=key)` may overtake them. Wait for their Works
+        first, or let one `write_batch` carry both."""
+        key = None if notify is None else encode_key(notify)
+        if type(offset) is not int:
+            offset = whole(offset)
         parts = local(data, writes=False)
         if stride is not None:
-            return self._write_batch(
-                self._batch_of(parts, [_block(data, parts, offset, stride)]), notify, timeout, async_op
-            )
+            batch = self._batch_of(parts, [rows(data, sum(map(len, parts)), offset, stride)])
+            return self._write_batch(batch, key, timeout, async_op)
         nbytes = sum(map(len, parts))
         self._check(offset, nbytes)
         through, pushed = self._write_through, self._pushed
@@ -189,40 +197,39 @@ class RemoteRegion:
             and isinstance(parts, tuple)
             and nbytes > CELL.size
             and not self._flow.changing
+            and self._is_moved(pushed.write, parts[0], offset, timeout)
         ):
-            key = None if notify is None else encode_key(notify)
-            if self._is_moved(pushed.write, parts[0], offset, timeout):
-                return None if key is None else self._notify(key, timeout)
-        if through is None and nbytes <= self._inline and notify is None and not async_op:  # the hot path
+            return None if key is None else self._notify(key, timeout)
+        if through is None and nbytes <= self._inline and key is None and not async_op:  # the hot path
             body = b"".join((_pack(_WRITE, 0, 0, 0, self.generation, offset, nbytes), *parts))
             seconds = self._timeout if timeout is None else timeout
             return ask_small(Write, COST + len(body), self._flow, self.name, body, seconds)
         if through is not None:
             views = (through.view(offset, nbytes),)
-            return self._copy(through.write, None, parts, views, notify, timeout, async_op)
-        if nbytes >= STRIPED_FROM and notify is None and isinstance(parts, tuple) and pushed is None:
+            return self._copy(through.write, None, parts, views, key, timeout, async_op)
+        if nbytes >= STRIPED_FROM and key is None and isinstance(parts, tuple) and pushed is None:
             work = self._striped(parts[0], offset, None, timeout, reads=False)
             if work is not None:
                 return work if async_op else work.result()
-        return self._run_write(parts, b"", 0, 0, offset, nbytes, notify, timeout, async_op)
+        return self._run_write(parts, b"", 0, 0, offset, nbytes, key, timeout, async_op)
 
     def write_batch(
         self, pieces: Pieces, *, notify: str | int | None = None, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Write any number of (data, offset) or (data, offset, stride) in one request, which is checked as a whole
-        before a byte is written."""
+        before a byte is written. `notify`: as for `write`."""
+        key = None if notify is None else encode_key(notify)
         batch = Batch(self.nbytes, self._outside).gather(pieces, writes=False)
-        return self._write_batch(batch, notify, timeout, async_op)
+        return self._write_batch(batch, key, timeout, async_op)
 
-    def _write_batch(self, batch: Batch, notify: str | int | None, timeout: float | None, async_op: bool) -> Any:
+    def _write_batch(self, batch: Batch, key: bytes | None, timeout: float | None, async_op: bool) -> Any:
         through = self._write_through
         if through is not None:
             views = through.views(batch.blocks())
-            return self._copy(through.write, None, batch.parts, views, notify, timeout, async_op)
+            return self._copy(through.write, None, batch.parts, views, key, timeout, async_op)
         count, table = self._table(batch)
-        return self._run_write(
-            batch.later or batch.parts, table, batch.bits, count, 0, batch.nbytes, notify, timeout, async_op
-        )
+        parts = batch.later or batch.parts
+        return self._run_write(parts, table, batch.bits, count, 0, batch.nbytes, key, timeout, async_op)
 
     def _run_write(
         self,
@@ -232,12 +239,14 @@ class RemoteRegion:
         pieces: int,
         offset: int,
         nbytes: int,
-        notify: str | int | None,
+        key: bytes | None,
         timeout: float | None,
         async_op: bool,
     ) -> Any:
-        key = b"" if notify is None else encode_key(notify)
-        bits |= 0 if notify is None else Bit.NOTIFY
+        if key is None:
+            key = b""
+        else:
+            bits |= Bit.NOTIFY
         streamed = nbytes + len(table) + len(key) > self._inline and nbytes > 0
         head = _pack(
             Op.WRITE, bits | (Bit.STREAMED if streamed else 0), len(key), pieces, self.generation, offset, nbytes
@@ -299,23 +308,24 @@ class RemoteRegion:
         meant = indexed(index, self.shape, self.dtype)
         if meant.blocks:
             data = np.empty(meant.shape, self.dtype)
-            data[...] = value
+            data[...] = numpy_of(value) if is_tensor(value) else value
             self._write_batch(self._batch_of(local(data, writes=False), meant.blocks), None, None, async_op=False)
 
     def fetch_add(self, offset: int, value: int, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Add to the 64-bit cell at byte `offset` (a multiple of 8), wrapping around; return its old value. Cells are
         changed one after the other, by the owner, whoever asks."""
-        operands = CELL.pack(_word(value))
+        operands = CELL.pack(word(value))
         return self._change(Op.FETCH_ADD, offset, operands, timeout, async_op)
 
     def compare_and_swap(
         self, offset: int, expected: int, desired: int, *, timeout: float | None = None, async_op: bool = False
     ) -> Any:
         """Set the 64-bit cell at byte `offset` to `desired` if it is `expected`; return its old value."""
-        operands = SWAP.pack(_word(expected), _word(desired))
+        operands = SWAP.pack(word(expected), word(desired))
         return self._change(Op.COMPARE_AND_SWAP, offset, operands, timeout, async_op)
 
     def _change(self, op: Op, offset: int, operands: bytes, timeout: float | None, async_op: bool) -> Any:
+        offset = whole(offset)
         self._check(offset, CELL.size)
         if offset % CELL.size:
             raise UsageError(f"A cell lies at a multiple of 8 bytes, and not at {offset}. Pass such an offset.")
@@ -338,7 +348,7 @@ class RemoteRegion:
         out: Any,
         parts: Iterable[memoryview],
         blocks: Iterable[memoryview],
-        notify: str | int | None,
+        key: bytes | None,
         timeout: float | None,
         async_op: bool,
     ) -> Any:
@@ -346,17 +356,17 @@ class RemoteRegion:
         seconds = self._timeout if timeout is None else timeout
         error: RankmeshError | None = None
         try:
-            self._flow.check("copy of region", self.name)
+            self._flow.check(self.name)
             try:
                 move(parts, blocks, monotonic() + seconds)
             finally:  # where the connection is gone, that is what is wrong, and not the permit that went with it
-                self._flow.check("copy of region", self.name)
+                self._flow.check(self.name)
         except RankmeshError as raised:
             if not async_op:
                 raise
             error = raised
-        if notify is not None and error is None:
-            return self._notify(encode_key(notify), timeout, async_op)
+        if key is not None and error is None:
+            return self._notify(key, timeout, async_op)
         if not async_op:
             return out
         router = self._flow.router
@@ -390,9 +400,7 @@ class RemoteRegion:
 
     def _check(self, offset: int, nbytes: int) -> None:
         """The owner checks too; this saves the way there."""
-        if type(offset) is not int and not hasattr(offset, "__index__"):
-            raise UsageError(f"An offset is a whole number of bytes, and not {offset!r}. Pass an int.")
-        if not 0 <= offset <= self.nbytes - nbytes:  # no sum: a numpy integer would overflow
+        if not 0 <= offset <= self.nbytes - nbytes:
             raise self._outside(f"{nbytes} bytes at {offset}")
 
     def _outside(self, what: str) -> OutOfBounds:
@@ -420,16 +428,3 @@ class RemoteRegion:
 
     def __repr__(self) -> str:
         return f"<RemoteRegion {self.name!r} of {self.peer}: {self.nbytes} bytes, {self.access!r}>"
-
-
-def _block(data: Any, parts: Iterable[memoryview], offset: int, stride: int | None) -> Block:
-    """Where an operation's bytes lie in the region."""
-    return (offset, sum(map(len, parts)), 0, 1) if stride is None else rows(data, offset, stride)
-
-
-def _word(value: int) -> int:
-    """A 64-bit word; negative numbers in two's complement."""
-    number = operator.index(value)
-    if not -(1 << 63) <= number < 1 << 64:
-        raise UsageError(f"{number} does not fit into 64 bits. Pass a smaller number.")
-    return number & _WORD

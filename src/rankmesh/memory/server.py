@@ -72,6 +72,10 @@ TRANSFER_COST: Final = 512
 MAX_BROUGHT: Final = 65_536
 #: Seconds between looks at the words of those who write through a mapping.
 LOOK: Final = 0.001
+#: What to do about those that not even `abort` ends.
+_STOPPED: Final = (
+    "A process of this host is in the middle of writing there: end it or let it go on, and unregister the region again."
+)
 #: What a Refusal is at the one who asked.
 ERRORS: Final[dict[str, type[RegionError] | type[UsageError] | type[BusyError]]] = {
     Why.MISSING: RegionNotFound,
@@ -80,14 +84,19 @@ ERRORS: Final[dict[str, type[RegionError] | type[UsageError] | type[BusyError]]]
     Why.BOUNDS: OutOfBounds,
     Why.INVALID: UsageError,
     Why.BUSY: BusyError,
+    Why.FULL: BusyError,
+}
+#: What to do about it, where the error does not say so by itself.
+HINTS: Final[dict[str, dict[str, str]]] = {
+    Why.FULL: {"hint": "Go on when some of them have been taken, or given up."},
 }
 
 
 class MemoryServer(Finder):
     """The regions of one endpoint."""
 
-    def __init__(self, hub: Hub) -> None:
-        super().__init__(hub)
+    def __init__(self, hub: Hub, sweep: Callable[[Router], None]) -> None:
+        super().__init__(hub, sweep)
         self._inline = hub.config.eager_bytes
         #: Unregistered, but not yet idle.
         self._retiring: set[Region] = set()
@@ -112,6 +121,7 @@ class MemoryServer(Finder):
             Op.CANCEL: self._on_cancel,
             Op.CLOSE: self._on_close,
             Op.RAIL: self._on_rail,
+            Op.GONE: self._on_gone,
         }
 
     # ------------------------------------------------------------------ regions
@@ -150,7 +160,7 @@ class MemoryServer(Finder):
                     f"{timeout:g} s.",
                     op="unregister",
                     timeout=timeout,
-                    hint="Unregister it again with abort=True, which ends them.",
+                    hint=_STOPPED if abort else "Unregister it again with abort=True, which ends them.",
                 )
             self._retiring.discard(region)
             region.release()
@@ -162,6 +172,7 @@ class MemoryServer(Finder):
             self._retiring.add(region)
             if region.shared is not None:
                 region.shared.revoke()
+                self._tell_gone(region)
             del self.regions[region.name]
             del self._by_generation[region.generation]
             waiting = [awaited for queue in region.waiters.values() for awaited in queue]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 import msgspec
 
 from rankmesh.endpoint.work import Work
-from rankmesh.errors import BusyError, ProtocolError, RankmeshError
+from rankmesh.errors import BusyError, ClosedError, ProtocolError, RankmeshError
 from rankmesh.memory.operations import Operation
 from rankmesh.memory.protocol import DONE, REQUEST, SERVICE, Op, RegionInfo, decode_event, info_of
 from rankmesh.wire.header import Flag
@@ -46,7 +46,7 @@ class Watching(Operation):
     what = "watch"
 
     def __init__(self, flow: Flow, timeout: float) -> None:
-        super().__init__(flow, "*", REQUEST.pack(Op.WATCH, 0, 0, 0, 0, 0, 0), timeout)
+        super().__init__(flow, "", REQUEST.pack(Op.WATCH, 0, 0, 0, 0, 0, 0), timeout)
         self.events: deque[RegionEvent] = deque()
         self.waiters: deque[_Awaited] = deque()
         #: Why there will be no more events.
@@ -132,7 +132,8 @@ class RegionWatch:
         with watching.router.engine:
             if watching.ended is None:
                 watching.abandon()
-                watching.stop(watching.router.hub.closed_error("watch", None))
+                said = f"The watch for regions of {watching.peer} was closed here."
+                watching.stop(ClosedError(said, hint="Watch anew."))
 
     def __iter__(self) -> Iterator[RegionEvent]:
         return self
