@@ -74,7 +74,7 @@ class Bit(IntEnum):
     BATCH = 1
     STRIDED = 2
     STREAMED = 4
-    #: An OPEN waits for its region.
+    #: An OPEN waits for its region: if there is none yet, DONE says so, and what it asks for follows.
     WAIT = 8
     #: A WRITE tells of itself: the key counts, even if it is empty.
     NOTIFY = 16
