@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from rankmesh.buffers import is_tensor
 from rankmesh.collectives.kinds import Array, Kind, kind_of
-from rankmesh.collectives.tensors import is_tensor, tensor_kind
+from rankmesh.collectives.tensors import tensor_kind
 from rankmesh.errors import UsageError
 
 __all__ = [

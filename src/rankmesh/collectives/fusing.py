@@ -20,7 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
-from rankmesh.buffers import RecyclingPool
+from rankmesh.buffers import RecyclingPool, is_tensor
 from rankmesh.collectives.arguments import Array, Operand, check_writable, operand, output
 from rankmesh.collectives.joined import Joined
 from rankmesh.collectives.kinds import Kind
@@ -28,7 +28,6 @@ from rankmesh.collectives.plan import Receive, Round, Send, Span
 from rankmesh.collectives.reducing import Op, Reduction
 from rankmesh.collectives.space import Part, Space, even
 from rankmesh.collectives.starting import Job
-from rankmesh.collectives.tensors import is_tensor
 from rankmesh.config import KIB, MIB
 from rankmesh.errors import UsageError
 

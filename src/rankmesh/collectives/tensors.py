@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from rankmesh.buffers import is_tensor
 from rankmesh.collectives.kinds import Array, Kind, Operation
 from rankmesh.errors import UsageError
 
@@ -15,11 +16,6 @@ from rankmesh.errors import UsageError
 _SHARED: Final = frozenset(
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()
 )
-
-
-def is_tensor(value: object) -> bool:
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and isinstance(value, tensor)
 
 
 class TensorKind(Kind):
