@@ -95,6 +95,10 @@ def _parts(group: Group, shape: tuple[int, ...]) -> None:
 
 def _everything(group: Group) -> None:
     group.barrier()
+    for algorithm in algorithms("barrier"):
+        group.barrier(algorithm=algorithm)
+    with pytest.raises(UsageError, match="barrier"):
+        group.barrier(algorithm="ring")
     shapes: list[tuple[int, ...]] = [(), (0,), (3,), (5, 7)] if group.size <= 4 else [(0,), (5, 7)]
     for shape in shapes if group.size < 16 else [(7,)]:
         _all_and_rooted(group, shape)

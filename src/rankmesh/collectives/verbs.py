@@ -77,12 +77,12 @@ def _takes(out: Any, array: Array) -> bool:
 class Collectives(Running):
     """The collectives over equal parts."""
 
-    def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Any:
+    def barrier(self, timeout: float | None = None, *, algorithm: str | None = None, async_op: bool = False) -> Any:
         """Wait until every rank has called it."""
         recipe = self._recipes.get(_BARRIER)
-        if recipe is not None:
+        if recipe is not None and algorithm is None:
             return self._pass(recipe, _NOTHING, _NOTHING, None, timeout, async_op)
-        options = Options(None, async_op, timeout)
+        options = Options(algorithm, async_op, timeout)
         job = Job("barrier", _NOTHING, _NOTHING, 0)
         if self._is_staged("barrier", 0, options):
             return self._run_staged(job, _none, options, key=_BARRIER)
