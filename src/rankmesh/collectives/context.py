@@ -109,11 +109,6 @@ class GroupContext:
         collective.doubts.setdefault(rank, did)
         self.agent.doubt(self, collective)
 
-    def stray(self, collective: Collective, rank: int) -> None:
-        """That rank called something else, and has left: nobody can ask it."""
-        collective.doubts[rank] = "called something else under that number, and has left"
-        self.conclude(collective)
-
     def conclude(self, collective: Collective) -> None:
         """Somebody called something else, or did what does not fit: say so, with all that is known."""
         calls = {rank: said.called for rank, said in collective.answers.items()}
@@ -128,6 +123,9 @@ class GroupContext:
     def told(self, calls: dict[int, str]) -> None:
         """It is passed on to who is connected: a rank that ends because of this says why before it says goodbye, and
         the others do not take it for the culprit."""
+        own = next((f"called {collective.call}" for collective in self.under_way.values()), None)
+        if own is not None:
+            calls = {self.rank: plain(own), **calls}
         self._desynchronised(calls, [router for router in self.routers if router.link is not None])
 
     def _desynchronised(self, calls: dict[int, str], tell: list[Router]) -> None:

@@ -31,7 +31,7 @@ from rankmesh.config import KIB
 from rankmesh.endpoint import transfers
 from rankmesh.endpoint.router import PeerRouter
 from rankmesh.endpoint.work import Work
-from rankmesh.errors import PeerError, PeerLost, RankmeshError, TruncationError
+from rankmesh.errors import DesyncError, PeerError, PeerLost, RankmeshError, TruncationError
 
 if TYPE_CHECKING:
     from rankmesh.endpoint.hub import Hub
@@ -57,6 +57,9 @@ class Context(Protocol):
 
     def disagree(self, collective: Collective, rank: int, did: str) -> None:
         """Another rank did what does not fit."""
+
+    def conclude(self, collective: Collective) -> None:
+        """Say so to all, with what is known by now."""
 
 
 class _Sending(transfers.Send):
@@ -371,7 +374,7 @@ class Collective(Work[Any]):
 
     def stop(self, error: BaseException) -> None:
         """End it badly: nothing of it is under way afterwards."""
-        if self.finished:
+        if self.finished or self._disagrees(error):
             return
         if self._busy:
             self._doomed = self._doomed or error
@@ -383,6 +386,13 @@ class Collective(Work[Any]):
         for piece in pieces:
             if not piece.finished:
                 piece.drop(error)
+
+    def _disagrees(self, error: BaseException) -> bool:
+        """Somebody did what does not fit, and it ends because of that (True), whatever else came of it meanwhile: who
+        was told sooner may have left."""
+        if self.doubts and not isinstance(error, DesyncError):
+            self.context.conclude(self)
+        return self.finished
 
     def _give_up(self, error: RankmeshError) -> None:
         self.stop(error)

@@ -115,9 +115,9 @@ class StagedCollective(Collective):
             return False
         rank, router = gone
         if self._passage is not None and rank in self._passage.strays():
-            self.context.stray(self, rank)
-        else:
-            self.stop(router.lost_error(self.op, None))
+            self.context.disagree(self, rank, "called something else under that number, and has left")
+            return False
+        self.stop(router.lost_error(self.op, None))
         return True
 
     def postpone(self) -> None:
@@ -156,7 +156,7 @@ class StagedCollective(Collective):
         self.finish(value)
 
     def stop(self, error: BaseException) -> None:
-        if self.finished:
+        if self.finished or self._disagrees(error):
             return
         super().stop(error)
         if not self.finished or self._fell_back:
