@@ -372,45 +372,36 @@ def test_wrong_counts_are_shown_rank_by_rank_with_number_and_line() -> None:
         assert ", and sent 16 bytes where 8 were expected" in error.calls[2]
 
 
-def _told(mesh: Mesh) -> Any:
-    outcome: Any = None
-    if mesh.rank == 0:
-        work = mesh.all_reduce(np.ones(3), async_op=True)
-        with mesh._hub.engine:
-            mesh._context.told({1: "called barrier #0"})
-        with pytest.raises(DesyncError) as caught:
-            work.result()
-        outcome = caught.value.calls
-        mesh.send(b"", to=1)
-    else:
+def _ends_by(mesh: Mesh, how: Callable[[Mesh, Any], None]) -> Any:
+    """What rank 0's error says, whose collective ends in that way while rank 1 does something else."""
+    if mesh.rank == 1:
         mesh.recv(b"", source=0, timeout=LIMIT)
-    return outcome
+        return None
+    work = mesh.all_reduce(np.ones(3), async_op=True)
+    with mesh._hub.engine:
+        how(mesh, work)
+    with pytest.raises(DesyncError) as caught:
+        work.result()
+    mesh.send(b"", to=1)
+    return caught.value.calls
 
 
-def test_who_is_told_of_a_disagreement_says_what_it_called_itself() -> None:
-    calls, _ = run_world(2, _told, config=CONFIG, timeout=LIMIT)
-    assert calls[1] == "called barrier #0"
-    assert calls[0].startswith("called all_reduce #0 (3 float64, sum, ")
+def _is_told(mesh: Mesh, work: Any) -> None:
+    mesh._context.told({1: "called barrier #0"})
 
 
-def _leaves_in_doubt(mesh: Mesh) -> Any:
-    outcome: Any = None
-    if mesh.rank == 0:
-        work = mesh.all_reduce(np.ones(3), async_op=True)
-        with mesh._hub.engine:
-            work.doubts[1] = "sent 8 bytes where 24 were expected"
-            work.stop(PeerLost("rank 1 is lost: it closed its endpoint."))
-        with pytest.raises(DesyncError) as caught:
-            work.result()
-        outcome = caught.value.calls
-        mesh.send(b"", to=1)
-    else:
-        mesh.recv(b"", source=0, timeout=LIMIT)
-    return outcome
+def _loses_who_did_not_fit(mesh: Mesh, work: Any) -> None:
+    work.doubts[1] = "sent 8 bytes where 24 were expected"
+    work.stop(PeerLost("rank 1 is lost: it closed its endpoint."))
 
 
-def test_who_did_what_does_not_fit_and_left_is_not_merely_lost() -> None:
-    """Who is told sooner leaves sooner: to those who still asked around it was lost."""
-    calls, _ = run_world(2, _leaves_in_doubt, config=CONFIG, timeout=LIMIT)
-    assert calls[1] == "sent 8 bytes where 24 were expected"
+@pytest.mark.parametrize(
+    "how, other", [(_is_told, "called barrier #0"), (_loses_who_did_not_fit, "sent 8 bytes where 24 were expected")]
+)
+def test_who_is_told_or_merely_loses_the_other_still_says_what_each_called(
+    how: Callable[[Mesh, Any], None], other: str
+) -> None:
+    """Who was told did not say its own call; and who is told sooner leaves sooner: to those who asked it was lost."""
+    calls, _ = run_world(2, _ends_by, args=(how,), config=CONFIG, timeout=LIMIT)
+    assert calls[1] == other
     assert calls[0].startswith("called all_reduce #0 (3 float64, sum, ")

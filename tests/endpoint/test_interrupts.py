@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from types import FrameType
 from typing import Any
@@ -17,14 +18,16 @@ import pytest
 from rankmesh import Config, Endpoint, Mesh
 from rankmesh.endpoint import interrupts
 from ranks import Ranks, Talk
-from timing import scaled
+from timing import scaled, wait_until
 
 MIB = 1024 * 1024
 
 
-def run_in(path: str, source: str, call: Callable[[], Any] | None = None) -> Callable[[], Any]:
+def run_in(
+    path: str, source: str, call: Callable[[], Any] | None = None, close: Callable[[], Any] | None = None
+) -> Callable[[], Any]:
     """A function of a file at that path, which evaluates the source."""
-    scope: dict[str, Any] = {"call": call, "here": sys._getframe}
+    scope: dict[str, Any] = {"call": call, "close": close, "here": sys._getframe}
     exec(compile(f"def function():\n    return {source}", path, "exec"), scope)  # noqa: S102  # that path is its name
     function: Callable[[], Any] = scope["function"]
     return function
@@ -95,6 +98,23 @@ def test_what_waits_for_a_message_is_interrupted_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             endpoint.recv(bytearray(1), timeout=scaled(20))
         timer.join()
+
+
+def test_one_that_is_put_off_until_the_last_endpoint_is_closed_is_raised_once() -> None:
+    """Python's own handler is back then: it does not say that it has raised, and the signal was sent for ever."""
+    endpoint = Endpoint("tcp://127.0.0.1:0", name="closes")
+    kill_and_close = run_in(ENGINE, "(call(), close())", partial(os.kill, os.getpid(), signal.SIGINT), endpoint.close)
+    again = threading.Event()
+    with pytest.raises(KeyboardInterrupt):
+        wait_forever(kill_and_close, again)
+    wait_until(lambda: not interrupts._sender, 10, "the end of the sender")
+    assert not again.wait(0.05), "and no other interrupt comes"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def wait_forever(first: Callable[[], Any], event: threading.Event) -> None:
+    first()
+    event.wait(scaled(20))
 
 
 def _reads(mesh: Mesh, talk: Talk, nbytes: int, times: int) -> None:

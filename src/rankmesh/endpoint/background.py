@@ -69,12 +69,12 @@ class Background:
 
     def join(self) -> None:
         """Wait for its end, unless it is the thread that calls. Without the lock."""
-        interrupts.unguard(self._engine.deferred)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join()
 
     def free(self) -> None:
         """It naps no more: it has ended, never began, or is about to end."""
+        interrupts.unguard(self._engine.deferred)
         self._alarm.close()
 
     @property

@@ -105,11 +105,13 @@ def _raise_now() -> None:
 
 def _send() -> None:
     """Send it until it is raised."""
-    global _sender  # noqa: PLW0603
+    global _put_off, _sender  # noqa: PLW0603
     main = threading.main_thread()
     while main.is_alive():
         sleep(_LATER)
         if _put_off:
+            if signal.getsignal(signal.SIGINT) is not _interrupt:  # the last engine was closed: once more, and for good
+                _put_off = False
             with _counting:
                 for deferred in _deferred.values():
                     deferred.append(_raise_now)

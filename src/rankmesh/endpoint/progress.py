@@ -417,7 +417,8 @@ class Engine:
                 self.acquire()
 
     def may_look(self) -> bool:
-        """Whether a caller may look at one connection itself, instead of leading. The background thread stops to."""
+        """Whether a caller that holds the lock may look at one connection itself instead of leading. The background
+        thread, if it leads, no longer does then."""
         leader = self.leader
         if leader is not None:
             if not leader.yields:
